@@ -1,0 +1,133 @@
+"""The command line: generate, bench, doctor.
+
+Exit codes: 0; 1 with one sentence on stderr; 130 after Ctrl-C (what was printed until then stays).
+Everything but argparse is imported by the command that needs it, so that help and errors come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+
+
+class CommandError(Exception):
+    """What the user asked for cannot be done; the message is one sentence."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Without argparse's usage block, and with exit code 1."""
+        self.exit(1, f"error: {message} (see `{self.prog} --help`)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m engine_runtime", description="Run engines made by build.py.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="generate text for one prompt, printed as it comes")
+    generate.add_argument("artifact", metavar="ARTIFACT", help="engine directory")
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    source.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue, - for stdin")
+    source.add_argument("--chat", metavar="TEXT", help="message to answer, through the chat template")
+    generate.add_argument("--system", metavar="TEXT", help="system message (with --chat)")
+    generate.add_argument("--no-thinking", action="store_true", help="answer at once (with --chat)")
+    sampling = generate.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default %(default)s")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default 0: greedy")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="X", help="default 1: off")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="default 0: off")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="X", help="default 0: off")
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds give equal text")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    drafting = generate.add_argument_group("speculation")
+    drafting.add_argument("--speculate", choices=("tree", "chain", "off"), default="tree")
+    drafting.add_argument("--budget", type=int, metavar="N", help="nodes of each tree beside its root")
+    output = generate.add_argument_group("output")
+    output.add_argument("--stats", action="store_true", help="then print counts and times")
+    output.add_argument("--json", action="store_true", help="print one JSON object at the end instead")
+
+    bench = commands.add_parser("bench", help="speed of plain, chain and tree decoding over a set of prompts")
+    bench.add_argument("artifact", metavar="ARTIFACT", help="engine directory")
+    bench.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines with id, kind and text or messages; default: K2-Nano's held-out",
+    )
+    bench.add_argument("--requests", type=int, default=12, metavar="N", help="prompts, default %(default)s")
+    bench.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="for each, default %(default)s"
+    )
+    bench.add_argument(
+        "--budgets", default="0,4,8,16", metavar="N,N,..", help="default %(default)s; 0 is plain"
+    )
+    bench.add_argument("--json", metavar="FILE", help="write the results there as well, - for stdout only")
+
+    doctor = commands.add_parser("doctor", help="what this machine has and what is wrong with it")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
+    for command in (generate, bench):
+        command.add_argument(
+            "--threads", type=int, metavar="N", help="CPU threads a rank; default: share all cores"
+        )
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "doctor":
+        from engine_runtime import doctor
+
+        return doctor.run(as_json=args.json)
+    if args.threads is not None and args.threads < 1:
+        raise CommandError(f"--threads: expected at least 1, found {args.threads}")
+    if args.command == "generate":
+        from engine_runtime import generate
+
+        return generate.run(args)
+    from engine_runtime import bench
+
+    return bench.run(args)
+
+
+def _explain(error: Exception) -> str | None:
+    """The sentence for an error that is the user's or the machine's; None for a fault of this program."""
+    from engine_runtime.engine import EngineError
+    from engine_runtime.ranks import RankError
+    from engine_runtime.tokenizer import TokenizerError
+
+    known: tuple[type[Exception], ...] = (CommandError, EngineError, RankError, TokenizerError)
+    if "engine_runtime.chat" in sys.modules:
+        from engine_runtime.chat import ChatError
+
+        known += (ChatError,)
+    return str(error).splitlines()[0] if isinstance(error, known) else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit code."""
+    try:
+        args = _parser().parse_args(arguments)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 0
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # whoever read stdout is gone; keep the interpreter from complaining when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        sentence = _explain(error)
+        if sentence is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
+        return 1

@@ -1,0 +1,198 @@
+"""An engine, opened: weights mapped, ranks started, a decoder ready for requests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine_runtime.budget import CostTable, Speculation
+from engine_runtime.decoder import Decoder, Event
+from engine_runtime.engine import EngineError, load_engine
+from engine_runtime.ranks import DEFAULT_TIMEOUT, RankGroup
+from engine_runtime.sampling import SamplingParams
+from engine_runtime.stats import DecodeStats, TimeSplit
+from plugins.core.engine_file import Manifest, read_manifest
+
+if TYPE_CHECKING:
+    from engine_runtime.executor.cpu import CpuExecutor
+    from plugins.core.plugin import Communicator
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished request: its tokens (a stop id included), why it ended, and its counts."""
+
+    tokens: tuple[int, ...]
+    finish: str
+    error: str | None
+    stats: DecodeStats
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """What every rank is opened with."""
+
+    path: str
+    threads: int
+    verify: str
+    costs: CostTable | None
+    calibrate: bool
+    profile: bool
+
+
+class RankRuntime:
+    """One rank: engine, executor and decoder. Its methods are what `Runtime` mirrors to all ranks."""
+
+    def __init__(self, rank: int, comm: Communicator | None, options: RankOptions) -> None:
+        import torch
+
+        from engine_runtime.executor.cpu import CpuExecutor
+
+        torch.set_num_threads(options.threads)
+        engine = load_engine(options.path, rank, arch="cpu", verify=options.verify)  # type: ignore[arg-type]
+        weights = None if engine.manifest.weights == "splat" else engine.weights
+        self.executor: CpuExecutor = CpuExecutor(engine.plan, weights, comm)
+        self.decoder = Decoder(self.executor, options.costs, options.calibrate)
+        self.plugin_seconds = self.executor.collect_profile() if options.profile else None
+
+    def submit(self, *args: Any) -> int:
+        return self.decoder.submit(*args)
+
+    def step(self) -> list[Event]:
+        return self.decoder.step()
+
+    def cancel(self, request: int) -> None:
+        self.decoder.cancel(request)
+
+    def read_buffer(self, name: str) -> np.ndarray:
+        """A copy of the persistent buffer `name`."""
+        return self.executor.read(name).copy()
+
+
+class Runtime:
+    """Generation with one engine. Use as a context manager, or call `close`. Not thread-safe."""
+
+    def __init__(self, manifest: Manifest, group: RankGroup) -> None:
+        self.manifest = manifest
+        self._group = group
+
+    @staticmethod
+    def open(
+        directory: str | Path,
+        tp: int | None = None,
+        threads: int | None = None,
+        *,
+        verify: str = "digest",
+        costs: CostTable | None = None,
+        calibrate: bool = False,
+        profile: bool = False,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Runtime:
+        """Open the engine in `directory` on this machine's CPUs, one process a rank.
+
+        tp: ranks, if the caller insists on a number (the engine's own is used). threads: of each rank; None
+        shares the cores among the ranks. verify: "digest" or "size", see `load_engine`. costs: step times
+        for the cost rule. calibrate: see `Decoder`. profile: add up seconds by plugin (`plugin_seconds`).
+        timeout: seconds after which a silent rank is given up. Raises `EngineError` for an engine that
+        cannot be used, `RankError` where a rank fails.
+        """
+        manifest = read_manifest(directory)
+        if tp is not None and tp != manifest.tp:
+            raise EngineError(
+                f"{directory}: built for {manifest.tp} ranks, started with {tp}: "
+                f"rebuild with `python build.py CHECKPOINT -o {directory} --tp {tp}`"
+            )
+        if threads is None:
+            threads = max(1, (os.cpu_count() or 1) // manifest.tp)
+        options = RankOptions(str(directory), threads, verify, costs, calibrate, profile)
+        return Runtime(manifest, RankGroup(manifest.tp, RankRuntime, (options,), timeout))
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+    ) -> int:
+        """Queue a request; see `Decoder.submit`."""
+        return self._group.call_checked("submit", list(prompt), params, speculation)
+
+    def step(self) -> list[Event]:
+        """One step of all requests; see `Decoder.step`."""
+        return self._group.call("step")
+
+    def cancel(self, request: int) -> None:
+        """Drop a request; see `Decoder.cancel`."""
+        self._group.call_checked("cancel", request)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        speculation: Speculation | None = None,
+    ) -> list[Completion]:
+        """Generate for all `prompts` (token ids) and return when all have ended, in their order.
+
+        params: one for all, or one each.
+        """
+        each = (
+            [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        )
+        ids = [self.submit(p, q, speculation) for p, q in zip(prompts, each, strict=True)]
+        tokens: dict[int, list[int]] = {request: [] for request in ids}
+        last: dict[int, Event] = {}
+        while len(last) < len(ids):
+            for event in self.step():
+                if event.request not in tokens:
+                    continue  # submitted by someone else before
+                tokens[event.request] += event.tokens
+                if event.finish is not None:
+                    last[event.request] = event
+        return [
+            Completion(tuple(tokens[i]), str(last[i].finish), last[i].error, last[i].stats or DecodeStats(0))
+            for i in ids
+        ]
+
+    def read_buffer(self, name: str) -> list[np.ndarray]:
+        """Copies of the persistent buffer `name` of every rank, in rank order (bfloat16 as uint16)."""
+        return self._group.call_all("read_buffer", name)
+
+    @property
+    def busy(self) -> bool:
+        return self._rank.decoder.busy
+
+    @property
+    def stats(self) -> DecodeStats:
+        """Counts of all requests together."""
+        return self._rank.decoder.stats
+
+    @property
+    def seconds(self) -> TimeSplit:
+        """Where rank 0 spent its time, by part."""
+        return self._rank.decoder.seconds
+
+    @property
+    def plugin_seconds(self) -> dict[str, float] | None:
+        """Where rank 0 spent its time, by plugin; None unless opened with `profile`."""
+        return self._rank.plugin_seconds
+
+    @property
+    def _rank(self) -> RankRuntime:
+        return self._group.target
+
+    def close(self) -> None:
+        """Stop the ranks; may be called again."""
+        self._group.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

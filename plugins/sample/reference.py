@@ -1,0 +1,96 @@
+"""Reference of `sample`: processed logits plus Gumbel noise keyed by (seed, position, token)."""
+
+from __future__ import annotations
+
+import torch
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits as the low 64 bits of `value`."""
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's finaliser on uint64 (Steele, Lea and Flood 2014)."""
+    x = (x ^ (x >> 30)) * _MUL1 & _MASK64
+    x = (x ^ (x >> 27)) * _MUL2 & _MASK64
+    return x ^ (x >> 31)
+
+
+def gumbel(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Gumbel(0, 1) noise float32 of `tokens` int64 [N] at an absolute `position`; the same on every device.
+
+    In uint64 arithmetic, with mix = SplitMix64's finaliser and G = 0x9E3779B97F4A7C15:
+        key = mix(seed + G * (position + 1));  bits = mix(key + G * (token + 1));  u = ((bits >> 41) + 0.5) *
+        2^-23
+    and noise = -log(-log(u)) in float32. u has 24 significant bits, so it is exact in float32 and never 0 or
+    1.
+    """
+    key = _mix((seed + _GOLDEN * (position + 1)) & _MASK64)
+    # int64 wraps around; a logical shift right is an arithmetic one with the copied sign bits cleared
+    x = (tokens + 1) * _signed(_GOLDEN) + _signed(key)
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(_MUL1)
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(_MUL2)
+    bits = (x ^ (x >> 31 & (1 << 33) - 1)) >> 41 & (1 << 23) - 1
+    u = (bits.to(torch.float32) + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(u))
+
+
+def kept_tokens(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Ids int64, ascending, of the tokens that may be drawn from scores float32 [V] (largest 0).
+
+    top_k (0: off) keeps the k largest; top_p (1: off) of these the smallest set of most probable ones whose
+    mass reaches top_p; min_p (0: off) of these the ones with at least min_p times the largest probability.
+    Ties go to the lowest ids; the most probable token always stays.
+    """
+    vocabulary = scores.shape[0]
+    kept = torch.arange(vocabulary)
+    if 0 < top_k < vocabulary:
+        kept = torch.nonzero(scores >= torch.topk(scores, top_k).values[-1])[:, 0]
+    cut_mass = top_p < 1.0
+    if cut_mass or len(kept) > top_k > 0:
+        kept = kept[torch.argsort(scores[kept], descending=True, stable=True)]
+        kept = kept[:top_k] if top_k > 0 else kept
+    if cut_mass:
+        mass = torch.softmax(scores[kept], dim=0).double().cumsum(0)
+        kept = kept[: int((mass < top_p).sum()) + 1]
+    if min_p > 0.0:
+        kept = kept[scores[kept].exp() >= min(min_p, 1.0)]
+    return kept.sort().values
+
+
+def sample(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    row_request: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seed: torch.Tensor,
+) -> torch.Tensor:
+    """Token int32 [T] that follows each row of logits float32 [T, V]; 0 for padding.
+
+    positions, row_request int32 [at least T]; temperature, top_p, min_p float32, top_k int32, seed int64 [R].
+    Temperature 0: the argmax, lowest id first. Else, with score = (logit - largest) / temperature, the
+    argmax of score + gumbel(seed, positions + 1, token) over `kept_tokens`: a draw from their softmax
+    (Gumbel 1954) that depends on prefix and noise alone. -1 where the row has no distribution: a NaN, +inf,
+    or nothing above -inf.
+    """
+    rows = logits.shape[0]
+    requests = row_request[:rows]
+    largest, token = logits.max(dim=1)  # propagates NaN; the first of equals
+    token = torch.where(largest.isfinite(), token, -1)
+    slots = requests.clamp(min=0).long()
+    drawn = (temperature[slots] > 0) & (requests >= 0) & (token >= 0)
+    for row in drawn.nonzero()[:, 0].tolist():
+        slot = int(slots[row])
+        scores = (logits[row] - largest[row]) / temperature[slot]
+        kept = kept_tokens(scores, int(top_k[slot]), float(top_p[slot]), float(min_p[slot]))
+        noise = gumbel(int(seed[slot]), int(positions[row]) + 1, kept)
+        token[row] = kept[torch.argmax(scores[kept] + noise)]
+    return torch.where(requests >= 0, token, 0).to(torch.int32)
