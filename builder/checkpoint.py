@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ DTYPES: dict[str, tuple[str, type[np.generic]]] = {
     "U64": ("uint64", np.uint64),
 }
 STORAGE = dict(DTYPES.values())
+ITEM_BYTES = {name: np.dtype(storage).itemsize for name, storage in STORAGE.items()}
 
 
 class TensorInfo(NamedTuple):
@@ -86,7 +88,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
-        """Read and check every header and the index against each other: about 2 s for K2.6's 64 files.
+        """Read and check every header and the index against each other: seconds for K2.6's 64 files.
 
         Raises `CheckpointError` with all findings: files that are missing, cut short, empty, Git-LFS pointers
         or not safetensors; tensors with gaps or overlaps, in two files, or in only one of index and file.
@@ -241,7 +243,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{path}: weight_map is missing or empty: download the index again")
     for name, file in weight_map.items():
         # a name with a separator would lead out of the directory
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
             raise CheckpointError(
                 f"{path}: tensor {name} is said to be in {file!r}: expected a plain file name"
             )
@@ -314,17 +316,17 @@ def _parse_header(path: Path, header: bytes) -> Iterator[TensorInfo]:
     base = 8 + len(header)
     for name, entry in items:
         try:
-            dtype, storage = DTYPES[entry["dtype"]]
+            dtype = DTYPES[entry["dtype"]][0]
             shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-            sizes = (*shape, begin, end)
-            sound = all(type(value) is int and value >= 0 for value in sizes)
-            nbytes = prod(shape) * np.dtype(storage).itemsize
+            if not all(type(value) is int and value >= 0 for value in (*shape, begin, end)):
+                raise ValueError
+            nbytes = prod(shape) * ITEM_BYTES[dtype]
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: tensor {name} is described as {entry!r}: expected dtype (one of "
                 f"{', '.join(DTYPES)}), shape and data_offsets"
             ) from None
-        if not sound or end - begin != nbytes:
+        if end - begin != nbytes:
             raise CheckpointError(
                 f"{path}: tensor {name} has data_offsets {begin} to {end}: expected {nbytes} bytes for "
                 f"{dtype} {list(shape)}"

@@ -224,7 +224,7 @@ def _refuse_unsupported(top: Section, text: Section) -> None:
     text.refuse_unless("hidden_act", "silu")
     text.refuse_unless("attention_bias", False)
     text.refuse_unless("rope_interleave", True)
-    text.refuse_unless("num_key_value_heads", text.get("num_attention_heads"))
+    text.refuse_unless("num_key_value_heads", text.integer("num_attention_heads"))
     for section in (top, text):
         section.refuse_unless("tie_word_embeddings", False)
 

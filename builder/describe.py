@@ -1,13 +1,13 @@
-"""Text report of plans: model, weights, buffers, and what every phase costs at least. Needs no GPU and no artifact."""
+"""Text report of plans: model, weights, buffers, and what every phase costs at least. Needs no GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from builder.errors import BuildError
-from builder.roofline import Cost, Hardware, PhaseCost, hardware_for, phase_cost, plan_costs
+from builder.roofline import Cost, Hardware, hardware_for, phase_cost, plan_costs
 from plugins.core.container import decode_header, map_file, parse_json
 from plugins.core.engine_file import (
     ENGINE_FORMAT,
@@ -19,7 +19,7 @@ from plugins.core.engine_file import (
 )
 from plugins.core.plan import ARENA_ALIGNMENT, PLAN_VERSION, Arg, Phase, Plan, Weight
 
-LONG_CONTEXT = 32_768  # tokens a request; the second context that costs are shown for, where the engine has as many
+LONG_CONTEXT = 32_768  # tokens a request; the second context that costs are shown for
 
 # Substrings of checkpoint names, tried in order, and what the weight is counted as.
 WEIGHT_KINDS = (
@@ -48,11 +48,16 @@ KIND_ORDER = (
 BUFFER_KINDS = {"kv_pool": "KV pool", "draft_kv": "drafter KV", "logits": "logits", "taps": "taps"}
 OTHER_BUFFERS = "rows and requests"
 
+Units = tuple[tuple[str, float], tuple[str, float], tuple[str, float]]  # of memory traffic, arithmetic, time
+COARSE: Units = (("MB", 1e6), ("GFLOP", 1e9), ("ms", 1e-3))
+FINE: Units = (("kB", 1e3), ("MFLOP", 1e6), ("us", 1e-6))
+
 
 def load_plans(artifact: str | Path) -> list[Plan]:
     """Plans of every rank of the artifact in directory `artifact`.
 
-    Raises `EngineError` where it is incomplete or of another version. Digests are not checked: `build.py verify` does.
+    Raises `EngineError` where it is incomplete or of another version. Digests are not checked: that is
+    `build.py verify`.
     """
     base = Path(artifact)
     manifest = read_manifest(base)
@@ -82,7 +87,7 @@ def weight_kind(weight: Weight) -> str:
 
 
 def weight_bytes(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Kind -> (tensors, bytes on this rank), in `KIND_ORDER`. A weight that several phases read counts once."""
+    """Kind -> (tensors, bytes on this rank), in `KIND_ORDER`. A weight counts once, whatever reads it."""
     sums = dict.fromkeys(KIND_ORDER, (0, 0))
     for weight in plan.weights.values():
         kind = weight_kind(weight)
@@ -101,8 +106,13 @@ def buffer_bytes(plan: Plan) -> dict[str, tuple[int, int]]:
     return {kind: pair for kind, pair in sums.items() if pair[0]}
 
 
+def total_bytes(plan: Plan) -> int:
+    """Weights, buffers and arena of this rank."""
+    return plan.weight_bytes() + plan.buffer_bytes() + plan.arena_bytes
+
+
 def kv_bytes_per_token(plan: Plan) -> dict[str, int]:
-    """KV buffer -> bytes that one token takes on this rank: (C + P) x element x layers for the target's latents."""
+    """KV buffer -> bytes of one token on this rank; for the target's latents (C + P) x element x layers."""
     slot_axis = {"kv_pool": 1, "draft_kv": 2}
     return {
         name: plan.buffers[name].nbytes // plan.buffers[name].shape[axis]
@@ -111,36 +121,28 @@ def kv_bytes_per_token(plan: Plan) -> dict[str, int]:
     }
 
 
-def arena_args(phase: Phase) -> list[Arg]:
-    """Every operand of `phase` that lives in the arena, with repetitions."""
-    return [
-        arg for step in phase.steps for arg in (*step.inputs, *step.outputs, step.workspace) if arg.kind == "arena"
-    ]
-
-
 def phase_arena_bytes(phase: Phase) -> int:
     """Bytes from the arena's start that `phase` uses."""
-    ends = [arg.offset + (arg.spec.nbytes if arg.spec else 0) for arg in arena_args(phase)]
+    args = [arg for step in phase.steps for arg in (*step.inputs, *step.outputs, step.workspace)]
+    ends = [arg.offset + arg.spec.nbytes for arg in args if arg.kind == "arena" and arg.spec is not None]
     return -(-max(ends, default=0) // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
 
 
 def contexts(plan: Plan) -> tuple[int, int]:
-    """Committed tokens a request that costs are shown for: none, and `LONG_CONTEXT` or as many as the engine takes."""
+    """The two numbers of committed tokens a request that costs are shown for."""
     return 0, min(LONG_CONTEXT, plan.settings["limits"]["max_context"])
 
 
 def describe(plans: Sequence[Plan], phase: str | None = None) -> str:
-    """The report. `plans` are all ranks of one engine; `phase` (a key such as "verify[8]") adds its list of steps.
+    """The report on `plans`, all ranks of one engine; `phase`, e.g. "verify[8]", adds the list of its steps.
 
     Raises `BuildError` for a phase that the engine does not have.
     """
     plan = plans[0]
     if phase is not None and phase not in plan.phases:
         raise BuildError(f"--phase {phase}: expected one of {', '.join(plan.phases)}")
-    sections = [_header(plans), _weights(plan), _buffers(plan)]
-    if len(plans) > 1:
-        sections.append(_ranks(plans))
-    sections.append(_phases(plan))
+    weights = _bytes_table("WEIGHTS a rank", "tensors", weight_bytes(plan))
+    sections = [_header(plan), weights, _buffers(plan), _ranks(plans), _phases(plan)]
     if phase is not None:
         sections.append(_steps(plan, phase))
     return "\n\n".join(sections)
@@ -149,7 +151,8 @@ def describe(plans: Sequence[Plan], phase: str | None = None) -> str:
 def model_line(plan: Plan) -> str:
     """The model in one line, e.g. for a title."""
     model, draft = plan.settings["model"], plan.settings["draft"]
-    text = f"{model['num_layers']} layers, hidden size {model['hidden_size']:,}, vocabulary {model['vocab_size']:,}"
+    text = f"{model['num_layers']} layers, hidden size {model['hidden_size']:,}"
+    text += f", vocabulary {model['vocab_size']:,}"
     if draft is None:
         return f"{text}; no drafter"
     return f"{text}; drafter with blocks of {draft['block_size']} on {draft['num_taps']} taps"
@@ -195,37 +198,32 @@ def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> 
     widths = [max(len(text[i]) for text in texts) for i in range(len(columns))]
     aligns = [align for _, align in columns]
     lines = [
-        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(text, aligns, widths, strict=True)).rstrip()
+        "  ".join(
+            f"{cell:{align}{width}}" for cell, align, width in zip(text, aligns, widths, strict=True)
+        ).rstrip()
         for text in texts
     ]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
 
 
 def shapes(args: Sequence[Arg]) -> str:
-    """Specs of operands, with what they are: a weight "w:", a buffer "b:", a value of the arena plain, "-" absent."""
+    """Specs of operands: "w:" marks that of a weight, "b:" that of a buffer, "-" an absent operand."""
     marks = {"weight": "w:", "buffer": "b:", "arena": ""}
     return " ".join("-" if arg.spec is None else f"{marks[arg.kind]}{arg.spec}" for arg in args)
 
 
-def _header(plans: Sequence[Plan]) -> str:
-    plan = plans[0]
+def _header(plan: Plan) -> str:
     width = max(map(len, facts(plan)))
     return "\n".join(f"{title:{width}}  {text}" for title, text in facts(plan).items())
 
 
-def _bytes_table(title: str, counts: str, kinds: dict[str, tuple[int, int]]) -> str:
-    total = sum(nbytes for _, nbytes in kinds.values())
+def _bytes_table(title: str, counted: str, kinds: dict[str, tuple[int, int]]) -> str:
+    count, total = (sum(pair[i] for pair in kinds.values()) for i in range(2))
     rows = [
-        (kind, f"{count:,}", f"{nbytes:,}", size(nbytes), f"{100 * nbytes / max(total, 1):.1f}")
-        for kind, (count, nbytes) in kinds.items()
+        (kind, f"{number:,}", f"{nbytes:,}", size(nbytes), f"{100 * nbytes / max(total, 1):.1f}")
+        for kind, (number, nbytes) in [*kinds.items(), ("total", (count, total))]
     ]
-    rows.append(("total", f"{sum(count for count, _ in kinds.values()):,}", f"{total:,}", size(total), "100.0"))
-    columns = [(title, "<"), (counts, ">"), ("bytes", ">"), ("", ">"), ("%", ">")]
-    return table(columns, rows)
-
-
-def _weights(plan: Plan) -> str:
-    return _bytes_table("WEIGHTS a rank", "tensors", weight_bytes(plan))
+    return table([(title, "<"), (counted, ">"), ("bytes", ">"), ("", ">"), ("%", ">")], rows)
 
 
 def _buffers(plan: Plan) -> str:
@@ -237,57 +235,54 @@ def _ranks(plans: Sequence[Plan]) -> str:
     columns = [("RANK", ">"), ("weights", ">"), ("buffers", ">"), ("arena", ">"), ("total", ">")]
     rows = []
     for plan in plans:
-        parts = [plan.weight_bytes(), plan.buffer_bytes(), plan.arena_bytes]
-        rows.append((plan.rank, *(f"{part:,}" for part in (*parts, sum(parts)))))
-    return table(columns, rows)
+        parts = [plan.weight_bytes(), plan.buffer_bytes(), plan.arena_bytes, total_bytes(plan)]
+        rows.append((plan.rank, *(f"{part:,}" for part in parts)))
+    hardware, most = hardware_for(plans[0].arch), max(map(total_bytes, plans))
+    fits = "a rank fits" if most <= hardware.memory else f"A RANK IS {size(most - hardware.memory)} TOO LARGE"
+    card = f"{hardware.name}, {hardware.label}, {size(hardware.memory)} for programs"
+    return f"{table(columns, rows)}\n{fits}: {size(most)} on {card}"
 
 
 def _phases(plan: Plan) -> str:
-    costs = [plan_costs(plan, context) for context in contexts(plan)]
+    low, high = (plan_costs(plan, context) for context in contexts(plan))
+    columns = [("PHASE", "<"), ("steps", ">"), ("arena bytes", ">"), *_cost_columns(plan, COARSE)]
     rows = []
     for key, phase in plan.phases.items():
-        first, second = (cost[key].total for cost in costs)
-        row = (key, len(phase.steps), phase_arena_bytes(phase), *_cost_cells(first, second, 1e6, 1e9, 1e3))
-        rows.append((*row[:2], f"{row[2]:,}", *row[3:]))
-    columns = [("PHASE", "<"), ("steps", ">"), ("arena B", ">"), *_cost_columns(plan, "MB", "GFLOP", "ms")]
-    return f"{table(columns, rows)}\n{hardware_line(hardware_for(plan.arch))}"
+        cells = _cost_cells(low[key].total, high[key].total, COARSE)
+        rows.append((key, len(phase.steps), f"{phase_arena_bytes(phase):,}", *cells))
+    shared = "@N: N committed tokens for each request that the rows of a pass can serve"
+    return f"{table(columns, rows)}\n{hardware_line(hardware_for(plan.arch))}\n{shared}"
 
 
 def _steps(plan: Plan, key: str) -> str:
     hardware = hardware_for(plan.arch)
-    at: list[PhaseCost] = [phase_cost(plan.phases[key], context, hardware) for context in contexts(plan)]
+    low, high = (phase_cost(plan.phases[key], context, hardware) for context in contexts(plan))
     rows = []
-    for first, second in zip(at[0].steps, at[1].steps, strict=True):
+    for first, second in zip(low.steps, high.steps, strict=True):
         step = first.step
-        cells = _cost_cells(first.cost, second.cost, 1e3, 1e6, 1e6)
         operands = f"{shapes(step.inputs)} -> {shapes(step.outputs) or '(in place)'}"
+        cells = _cost_cells(first.cost, second.cost, FINE)
         rows.append((first.index, step.node, step.plugin, step.tactic, *cells, operands))
-    columns = [
-        *((key, ">"), ("node", "<"), ("plugin", "<"), ("tactic", "<")),
-        *_cost_columns(plan, "kB", "MFLOP", "us"),
-        ("operands", "<"),
+    names = [(key, ">"), ("node", "<"), ("plugin", "<"), ("tactic", "<")]
+    steps = table([*names, *_cost_columns(plan, FINE), ("operands (w: weight, b: buffer)", "<")], rows)
+    longer = high.by_plugin()
+    pairs = {name: (cost, longer[name]) for name, cost in low.by_plugin().items()}
+    pairs["total"] = (low.total, high.total)
+    sums = [
+        (name, first.steps, *_cost_cells(first, second, COARSE)) for name, (first, second) in pairs.items()
     ]
-    sums = [("plugin", "<"), ("steps", ">"), *_cost_columns(plan, "MB", "GFLOP", "ms")]
-    plugins = [
-        (name, cost.steps, *_cost_cells(cost, at[1].by_plugin()[name], 1e6, 1e9, 1e3))
-        for name, cost in at[0].by_plugin().items()
-    ]
-    totals = (at[0].total, at[1].total)
-    plugins.append(("total", totals[0].steps, *_cost_cells(*totals, 1e6, 1e9, 1e3)))
-    return f"{table(columns, rows)}\n\n{table(sums, plugins)}"
+    return f"{steps}\n\n{table([(key, '<'), ('steps', '>'), *_cost_columns(plan, COARSE)], sums)}"
 
 
-def _cost_columns(plan: Plan, data: str, work: str, time: str) -> list[tuple[str, str]]:
-    names: Callable[[str], list[str]] = lambda unit: [f"{unit} @{context:,}" for context in contexts(plan)]  # noqa: E731
-    return [(name, ">") for unit in (data, work, time) for name in names(unit)] + [("bound", "<")]
+def _cost_columns(plan: Plan, units: Units) -> list[tuple[str, str]]:
+    titles = [f"{unit} @{context:,}" for unit, _ in units for context in contexts(plan)]
+    return [*((title, ">") for title in titles), ("bound", "<")]
 
 
-def _cost_cells(first: Cost, second: Cost, data: float, work: float, time: float) -> list[str]:
-    """Cells of `_cost_columns` for the costs at the two contexts, in multiples of `data`, `work` and 1 / `time`."""
-    pairs = (
-        (first.nbytes / data, second.nbytes / data, 1),
-        (first.flops / work, second.flops / work, 2),
-        (first.seconds * time, second.seconds * time, 3),
-    )
-    cells = [f"{value:,.{digits}f}" for low, high, digits in pairs for value in (low, high)]
+def _cost_cells(first: Cost, second: Cost, units: Units) -> list[str]:
+    """Cells of `_cost_columns` for the costs at the two contexts."""
+    pairs = ((first.nbytes, second.nbytes), (first.flops, second.flops), (first.seconds, second.seconds))
+    cells = []
+    for digits, (pair, (_, unit)) in enumerate(zip(pairs, units, strict=True), 1):
+        cells += [f"{value / unit:,.{digits}f}" for value in pair]
     return [*cells, first.bound if first.bound == second.bound else f"{first.bound}, {second.bound}"]

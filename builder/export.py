@@ -5,23 +5,39 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import onnx
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 
 from builder.errors import BuildError
-from builder.graph import DOMAIN, STATE, WEIGHT, Graph, Node, to_onnx
+from builder.graph import DOMAIN, STATE, WEIGHT, Graph, Node
 from builder.model.ops import register, required_outputs, spec_of
 from plugins.core.plugin import get_plugin
+from plugins.core.spec import TensorSpec
 
 
-def export(module: nn.Module, name: str) -> onnx.ModelProto:
-    """Trace one pass (builder.model.passes) on the meta device and give its ONNX graph."""
+def export(module: nn.Module, name: str) -> Graph:
+    """Trace one pass (builder.model.passes) on the meta device."""
     register()
     with torch.no_grad():
         program = torch.export.export(module, (), strict=False)
-    return to_onnx(_to_graph(program, name, module.outputs))  # type: ignore[arg-type]
+    return _to_graph(program, name, module.outputs)  # type: ignore[arg-type]
+
+
+def with_rows(graph: Graph, name: str, rows: dict[str, int]) -> Graph:
+    """The same pass for another bucket: buffers named in `rows` get that many rows, all shapes follow.
+
+    Much faster than tracing again; valid because no attribute of a pass depends on its row count, and checked by
+    every operator's shape inference.
+    """
+    specs = {}
+    for value in graph.inputs(WEIGHT) + graph.inputs(STATE):
+        spec = graph.specs[value]
+        count = rows.get(value.removeprefix(STATE), spec.shape[0])
+        specs[value] = TensorSpec((count, *spec.shape[1:]), spec.dtype)
+    result = Graph(name, graph.nodes, specs, graph.outputs)
+    result.infer()
+    return result
 
 
 def _to_graph(program: torch.export.ExportedProgram, name: str, outputs: tuple[str, ...]) -> Graph:

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -37,7 +37,7 @@ from plugins.core.plugin import PluginError
 
 COMMIT_BYTES = 256 << 20
 READ_BLOCK = 8 << 20
-QUEUE_CHUNKS = 3  # packed chunks that wait for the disk: bounds memory to a few times a chunk
+QUEUE_CHUNKS = 6  # packed chunks that wait to be written: bounds memory to a few times a chunk
 KEEP_SOURCES = 16  # checkpoint tensors that a packer may still be using when it asks for the next one
 
 Reader = Callable[[str], np.ndarray]
@@ -124,7 +124,14 @@ def _stream(
 ) -> None:
     total = sum(file.container.size for file in files)
     packed = sum(file.committed for file in files)
-    writer = _Writer()
+    committer = _Worker(_WeightsFile.commit, limit=1)
+
+    def write(file: _WeightsFile, offset: int, chunk: memoryview) -> None:
+        file.append(offset, chunk)
+        if file.uncommitted >= COMMIT_BYTES:
+            committer.put(file, *file.cut())
+
+    writer = _Worker(write, limit=QUEUE_CHUNKS)
     try:
         for name in names:
             for file in files:
@@ -134,9 +141,14 @@ def _stream(
                     if progress is not None:
                         progress(packed, total, name)
             sources.drop()
-        writer.finish(files)
+        writer.finish()
+        for file in files:
+            file.append(file.container.size, memoryview(b""))
+            committer.put(file, *file.cut())
+        committer.finish()
     finally:
         writer.stop()
+        committer.stop()
     if progress is not None:
         progress(total, total, "")
 
@@ -161,28 +173,27 @@ class _Sources:
                 self._done(name)
 
 
-class _Writer:
-    """A thread that hashes, writes, forces to disk and re-reads while the next chunk is being packed."""
+class _Worker:
+    """A thread that calls `work(*item)` for what `put` hands it, at most `limit` items behind."""
 
-    def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[_WeightsFile, int, memoryview] | None] = queue.Queue(QUEUE_CHUNKS)
+    def __init__(self, work: Callable[..., None], limit: int) -> None:
+        self._work = work
+        self._queue: queue.Queue[tuple[Any, ...] | None] = queue.Queue(limit)
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="weights-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pack-weights", daemon=True)
         self._thread.start()
 
-    def put(self, file: _WeightsFile, offset: int, chunk: memoryview) -> None:
+    def put(self, *item: Any) -> None:
+        """Hand over one item; raises what `work` raised for an earlier one."""
         if self._error is not None:
             raise self._error
-        self._queue.put((file, offset, chunk))
+        self._queue.put(item)
 
-    def finish(self, files: Sequence[_WeightsFile]) -> None:
-        """Wait until everything is written, then commit what is left of each file."""
+    def finish(self) -> None:
+        """Wait until all is done; raises what `work` raised."""
         self.stop()
         if self._error is not None:
             raise self._error
-        for file in files:
-            file.append(file.container.size, memoryview(b""))
-            file.commit()
 
     def stop(self) -> None:
         if self._thread.is_alive():
@@ -192,16 +203,16 @@ class _Writer:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if self._error is None:  # after an error the queue is only emptied, so that `put` never blocks
-                file, offset, chunk = item
                 try:
-                    file.append(offset, chunk)
-                except BaseException as error:  # raised in the packing thread by `put` or `finish`
+                    self._work(*item)
+                except BaseException as error:  # raised in the other thread by `put` or `finish`
                     self._error = error
 
 
 class _WeightsFile:
-    """One weights file that grows front to back. `committed`: bytes that are on disk, re-read and in the
-    journal.
+    """One weights file that grows front to back.
+
+    Three threads take part: `rest_of` packs, `append` and `cut` write, `commit` waits for the disk.
     """
 
     def __init__(self, plan: Plan, fingerprint: str, directory: Path) -> None:
@@ -216,7 +227,7 @@ class _WeightsFile:
         self._packed = blake3()  # of what was packed
         self._on_disk = blake3(max_threads=blake3.AUTO)  # of what was read back
         self._buffer = memoryview(bytearray(READ_BLOCK))
-        self.committed = 0
+        self.committed = 0  # bytes that are on disk, read back and in the journal
         self._digest = ""  # of the committed bytes
         try:
             self._journal = os.open(journal_path(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -224,16 +235,14 @@ class _WeightsFile:
         except BaseException:
             self.close()
             raise
-        self._end = self.committed
+        self._resumed = self._end = self._cut = self.committed
 
     def rest_of(self, name: str, sources: Reader) -> Iterator[tuple[int, memoryview]]:
-        """The bytes of weight `name` that are not committed yet, with their place in the file, as they are
-        packed.
-        """
+        """The bytes of weight `name` that an earlier build did not commit, each chunk with its file offset."""
         entry = self.container.tensors[name]
         recipe = self.plan.weights[name].recipe
         where = f"weight {name}, rank {self.plan.rank}"
-        first = self.committed
+        first = self._resumed
         offset = entry.start
         if first >= entry.end:
             return
@@ -262,25 +271,32 @@ class _WeightsFile:
             self._write(memoryview(self.header))
         self._write(memoryview(bytes(offset - self._end)))
         self._write(chunk)
-        if self._end - self.committed >= COMMIT_BYTES:
-            self.commit()
 
-    def commit(self) -> None:
-        """Force everything written to disk, read it again, and enter it in the journal."""
-        if self._end == self.committed:
+    @property
+    def uncommitted(self) -> int:
+        """Bytes that were appended since the last `cut`."""
+        return self._end - self._cut
+
+    def cut(self) -> tuple[int, str]:
+        """Position and digest of what was appended so far: the arguments of the next `commit`."""
+        self._cut = self._end
+        return self._end, self._packed.hexdigest()
+
+    def commit(self, end: int, digest: str) -> None:
+        """Force the first `end` bytes to disk, read them again, and enter them in the journal."""
+        if end == self.committed:
             return
         os.fdatasync(self._fd)
-        self._read_back(self._end)
-        if self._on_disk.digest() != self._packed.digest():
+        self._read_back(end)
+        if self._on_disk.hexdigest() != digest:
             raise BuildError(
-                f"{self.path}: bytes {self.committed} to {self._end} read back other than they were written: "
+                f"{self.path}: bytes {self.committed} to {end} read back other than they were written: "
                 "check the disk, then build again"
             )
-        self._digest = self._packed.hexdigest()
-        entry = json.dumps({"bytes": self._end, "blake3": self._digest}) + "\n"
+        entry = json.dumps({"bytes": end, "blake3": digest}) + "\n"
         os.write(self._journal, entry.encode())
         os.fdatasync(self._journal)
-        self.committed = self._end
+        self.committed, self._digest = end, digest
 
     def record(self) -> FileRecord:
         """Size and digest of the finished file."""

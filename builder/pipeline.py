@@ -9,9 +9,9 @@ import onnx
 from torch import nn
 
 from builder.config import DraftConfig, ModelConfig
-from builder.export import export
+from builder.export import export, with_rows
 from builder.fuse import fuse
-from builder.graph import WEIGHT, Graph, from_onnx
+from builder.graph import WEIGHT, Graph, from_onnx, to_onnx
 from builder.model.draft import Draft
 from builder.model.ops import register
 from builder.model.passes import Append, DraftPass, Prefill, Root, Verify
@@ -53,22 +53,31 @@ def export_passes(
     drafter = Draft(draft, options.amplitude(draft)) if draft is not None else None
 
     chunks = _prefill_buckets(limits.prefill_chunk)
-    modules: list[tuple[str, int, nn.Module]] = [
-        ("prefill", rows, Prefill(target, buffers, limits, rows)) for rows in chunks
-    ]
-    modules.append(("root", limits.max_requests, Root(buffers, limits)))
-    modules += [("verify", rows, Verify(target, buffers, limits, rows)) for rows in options.verify_buckets]
+    blocks = _powers_of_two(limits.max_requests)
+
+    # name, buckets, and the pass for one bucket; the other buckets of a family follow from its first
+    families: list[tuple[str, list[int], Callable[[int], nn.Module]]] = []
+    for rows in chunks:  # a family each: short chunks take another form of MLA
+        families.append(("prefill", [rows], lambda rows: Prefill(target, buffers, limits, rows)))
+    families.append(("root", [limits.max_requests], lambda _: Root(buffers, limits)))
+    families.append(("verify", list(options.verify_buckets), lambda rows: Verify(target, buffers, limits, rows)))
     if drafter is not None:
-        blocks = _powers_of_two(limits.max_requests)
-        for rows in sorted({*(count * limits.path_length for count in blocks), *chunks}):
-            modules.append(("append", rows, Append(drafter, buffers, limits, rows)))
-        modules += [("draft", count, DraftPass(target, drafter, buffers, limits, count)) for count in blocks]
+        appended = sorted({*(count * limits.path_length for count in blocks), *chunks})
+        families.append(("append", appended, lambda rows: Append(drafter, buffers, limits, rows)))
+        families.append(("draft", blocks, lambda count: DraftPass(target, drafter, buffers, limits, count)))
 
     passes, recipes = [], {}
-    for name, bucket, module in modules:
-        progress(f"export {name}[{bucket}]")
-        passes.append(ExportedPass(name, bucket, export(module, f"{name}[{bucket}]")))
-        recipes.update(recipes_of(module))
+    for name, buckets, make in families:
+        traced: Graph | None = None
+        for bucket in buckets:
+            progress(f"export {name}[{bucket}]")
+            module = make(bucket)
+            if traced is None:
+                graph = traced = export(module, f"{name}[{bucket}]")
+                recipes.update(recipes_of(module))
+            else:
+                graph = with_rows(traced, f"{name}[{bucket}]", module.state.rows)
+            passes.append(ExportedPass(name, bucket, to_onnx(graph)))
     return passes, recipes
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from builder.checkpoint import STORAGE, Checkpoint, TensorInfo
+from builder.checkpoint import ITEM_BYTES, Checkpoint, TensorInfo
 from builder.config import DraftConfig, ModelConfig
 from builder.config_file import INT4
 from builder.errors import CheckpointError
@@ -31,7 +31,7 @@ class Expected(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in the usual dtype."""
-        return prod(self.shape) * int(STORAGE[self.dtypes[0]]().itemsize)
+        return prod(self.shape) * ITEM_BYTES[self.dtypes[0]]
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _account(
 def _mismatch(checkpoint: Checkpoint, info: TensorInfo, wanted: Expected) -> str:
     return (
         f"{checkpoint.directory / info.file}: tensor {info.name} is {info.dtype} {list(info.shape)}: "
-        f"expected {' or '.join(wanted.dtypes)} {list(wanted.shape)}, by config.json; use files of one revision"
+        f"expected {' or '.join(wanted.dtypes)} {list(wanted.shape)} by config.json; use one revision"
     )
 
 
@@ -242,21 +242,17 @@ def _refuse_other_formats(
 ) -> None:
     """One sentence for a checkpoint in another weight format, instead of one for each of its tensors."""
     for info in infos:
-        where = f"{checkpoint.directory / info.file}: tensor {info.name}"
         if info.dtype.startswith("float8") or info.name.endswith(".weight_scale_inv"):
-            raise CheckpointError(
-                f"{where} belongs to an FP8 checkpoint: this engine needs experts with {INT4}"
-            )
-        if info.name in expected:
+            fault = f"belongs to an FP8 checkpoint: this engine needs experts with {INT4}"
+        elif info.name in expected:
             continue
-        if PLAIN_EXPERT.search(info.name):
-            raise CheckpointError(
-                f"{where} is an expert in {info.dtype}: this engine needs experts with {INT4}"
-            )
-        if info.name.endswith(".weight_packed"):
-            raise CheckpointError(
-                f"{where} is quantized: this engine supports quantized weights only in routed experts"
-            )
+        elif PLAIN_EXPERT.search(info.name):
+            fault = f"is an expert in {info.dtype}: this engine needs experts with {INT4}"
+        elif info.name.endswith(".weight_packed"):
+            fault = "is quantized: this engine supports quantized weights only in routed experts"
+        else:
+            continue
+        raise CheckpointError(f"{checkpoint.directory / info.file}: tensor {info.name} {fault}")
 
 
 def _check_weight_shapes(checkpoint: Checkpoint, expected: Mapping[str, Expected]) -> None:

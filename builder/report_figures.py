@@ -1,7 +1,8 @@
-"""Pictures of the HTML report as SVG text: memory bar, cost bars, arena map. Colours are classes of the page's CSS.
+"""Pictures of the HTML report as SVG text: memory bar, cost bars, arena map. Colours are classes of the
+page's CSS.
 
-Marks carry their tooltip as `data-t` (text) or, where there are thousands, as `data-v` (numbers, the first an index
-into the names that `Names` collects), which the page's script spells out.
+Marks carry their tooltip as `data-t` (text) or, where there are thousands, as `data-v` (numbers, the first an
+index into the names that `Names` collects), which the page's script spells out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from builder.roofline import Cost, StepCost
 from plugins.core.plan import Phase
 
 WIDTH = 1240  # user units of a figure over the whole page
-CHARACTER = 5.7  # width of a character of a label inside a mark
+CHARACTER = 6.6  # width of a character of a label inside a mark
 
 # Operators that a colour stands for; all others are "other".
 GROUPS = {
@@ -47,7 +48,9 @@ class Names:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A value in the arena: bytes, offset, first and last step (both included), and the plugin that writes it."""
+    """A value in the arena: bytes, offset, first and last step (both included), and the plugin that writes
+    it.
+    """
 
     name: str
     plugin: str
@@ -71,7 +74,9 @@ def lifetimes(phase: Phase) -> list[Lifetime]:
 
 
 def memory_bar(parts: Sequence[tuple[str, str, int]], capacity: int, label: str) -> str:
-    """One horizontal bar of (class, name, bytes); `capacity` bytes are the whole width unless the parts need more."""
+    """One horizontal bar of (class, name, bytes); `capacity` bytes are the whole width unless the parts need
+    more.
+    """
     used = sum(nbytes for _, _, nbytes in parts)
     whole = max(used, capacity)
     height, top = 64, 20
@@ -84,7 +89,7 @@ def memory_bar(parts: Sequence[tuple[str, str, int]], capacity: int, label: str)
         svg.append(_mark(css, x, top, max(width - 1, 0.4), height, f' data-t="{escape(tip)}"'))
         text = f"{name}  {size(nbytes)}"
         if width > CHARACTER * len(text) + 12:
-            svg.append(f'<text class="in" x="{_n(x + 8)}" y="{top + height / 2 + 4:.0f}">{escape(text)}</text>')
+            svg.append(_label(css, x + 8, top + height / 2 + 4, text))
         x += width
     free = whole - used
     if WIDTH * free / whole > 110:
@@ -93,7 +98,7 @@ def memory_bar(parts: Sequence[tuple[str, str, int]], capacity: int, label: str)
     anchor = ' text-anchor="end"' if edge > WIDTH - 100 else ""
     svg.append(f'<path class="edge" d="M{_n(edge - 0.5)} {top - 6}v{height + 12}"/>')
     svg.append(f'<text x="{_n(edge)}" y="{top - 9}"{anchor}>{escape(label)}</text>')
-    svg += _axis([(WIDTH * tick / whole, size(tick)) for tick in ticks(whole, 8)[1:-1]], top + height + 16)
+    svg += _axis([(WIDTH * tick / whole, _tick(tick)) for tick in ticks(whole, 8)[1:-1]], top + height + 16)
     return "".join([*svg, "</svg>"])
 
 
@@ -109,10 +114,13 @@ def phase_bars(rows: Sequence[tuple[str, Mapping[str, Cost]]]) -> str:
     svg += _axis([(left + tick / 1e3 * scale, f"{tick:g} ms") for tick in grid], bottom + 16)
     for i, (key, costs) in enumerate(rows):
         y, x = i * step + 4, float(left)
-        svg.append(f'<text x="{left - 10}" y="{y + 11}" text-anchor="end" class="strong">{escape(key)}</text>')
+        svg.append(
+            f'<text x="{left - 10}" y="{y + 11}" text-anchor="end" class="strong">{escape(key)}</text>'
+        )
         for plugin, cost in costs.items():
             width = cost.seconds * scale
-            tip = f"{key}, {plugin}: {cost.seconds * 1e3:.3f} ms, {size(cost.nbytes)}, {cost.flops / 1e9:,.1f} GFLOP"
+            tip = f"{key}, {plugin}: {_milliseconds(cost.seconds)}, {size(cost.nbytes)}"
+            tip += f", {cost.flops / 1e9:,.1f} GFLOP"
             if width > 0.2:
                 gap = 1 if width > 3 else 0
                 svg.append(_mark(plugin_class(plugin), x, y, width - gap, bar, f' data-t="{escape(tip)}"'))
@@ -123,7 +131,7 @@ def phase_bars(rows: Sequence[tuple[str, Mapping[str, Cost]]]) -> str:
 
 
 def layer_bars(steps: Sequence[StepCost], names: Names, what: str) -> str:
-    """A column per layer, stacked by plugin. `what`: "bytes" (MB of memory traffic) or "time" (microseconds)."""
+    """A column per layer, stacked by plugin. `what`: "bytes" (MB of memory traffic) or "time" (us)."""
     left, top, height, width = 44, 8, 190, (WIDTH - 24) / 2
     columns: dict[int | str, dict[str, Cost]] = {}
     for step in steps:
@@ -146,34 +154,48 @@ def layer_bars(steps: Sequence[StepCost], names: Names, what: str) -> str:
     labels: list[tuple[float, str]] = []
     for i, (layer, column) in enumerate(columns.items()):
         x, y = left + pitch * i + (pitch - bar) / 2, float(top + height)
-        for plugin, cost in sorted(column.items(), key=lambda item: (plugin_class(item[0]), item[0]), reverse=True):
+        for plugin, cost in sorted(
+            column.items(), key=lambda item: (plugin_class(item[0]), item[0]), reverse=True
+        ):
             part = value(cost) * scale
             y -= part
             if part > 0.25:
                 numbers = f"{names(plugin)} {names(str(layer))} {cost.nbytes} {cost.seconds * 1e6:.2f}"
-                svg.append(_mark(plugin_class(plugin), x, y, bar, part - (0.6 if part > 3 else 0), f' data-b="{numbers}"'))
+                svg.append(
+                    _mark(
+                        plugin_class(plugin),
+                        x,
+                        y,
+                        bar,
+                        part - (0.6 if part > 3 else 0),
+                        f' data-b="{numbers}"',
+                    )
+                )
         if not isinstance(layer, str) and (len(columns) <= 16 or layer % 10 == 0):
             labels.append((x + bar / 2, str(layer)))
     svg += _axis(labels, top + height + 18)
     return "".join([*svg, "</svg>"])
 
 
-def arena_map(values: Sequence[Lifetime], first: int, last: int, names: Names, marks: Mapping[int, str]) -> str:
-    """Steps `first` .. `last` from left to right, arena offsets upwards, a rectangle for the lifetime of a value.
+def arena_map(
+    values: Sequence[Lifetime], first: int, last: int, names: Names, marks: Mapping[int, str]
+) -> str:
+    """Steps `first` .. `last` from left to right, arena offsets upwards, a rectangle for the lifetime of a
+    value.
 
-    `marks`: step -> label below it (where a layer begins, or a step's plugin). Labels of rectangles are drawn where
-    they fit.
+    `marks`: step -> label below it (where a layer begins, or a step's plugin). Labels of rectangles are drawn
+    where they fit.
     """
     left, top, height = 64, 8, 260
     shown = [value for value in values if value.last >= first and value.first <= last]
     most = max((value.offset + value.nbytes for value in shown), default=0) or 1
     pitch = (WIDTH - left) / max(last - first + 1, 1)
     scale = height / most
-    svg = [_open(WIDTH, top + height + 26, f"Arena of steps {first} to {last}")]
+    svg = [_open(WIDTH, top + height + 38, f"Arena of steps {first} to {last}")]
     for tick in ticks(most, 5):
         y = top + height - tick * scale
         svg.append(f'<path class="grid" d="M{left} {_n(y)}H{WIDTH}"/>')
-        svg.append(f'<text x="{left - 6}" y="{_n(y + 4)}" text-anchor="end">{size(tick)}</text>')
+        svg.append(f'<text x="{left - 6}" y="{_n(y + 4)}" text-anchor="end">{_tick(tick)}</text>')
     base = top + height
     svg += [f'<path class="grid" d="M{_n(left + pitch * (at - first))} {top}V{base + 5}"/>' for at in marks]
     for value in shown:
@@ -185,11 +207,17 @@ def arena_map(values: Sequence[Lifetime], first: int, last: int, names: Names, m
         numbers = f"{names(value.name)} {value.nbytes} {value.offset} {value.first} {value.last}"
         box = (x, y, max(width - gap, 0.6), max(tall - (0.5 if tall > 2 else 0), 0.6))
         svg.append(_mark(plugin_class(value.plugin), *box, f' data-v="{numbers}"'))
-        label = value.name.rsplit(".", 1)[-1] if not value.name.rsplit(".", 1)[-1].isdigit() else value.name
+        label = _short(value.name)
         if tall > 13 and width > CHARACTER * len(label) + 8:
-            svg.append(f'<text class="in" x="{_n(x + 4)}" y="{_n(y + tall / 2 + 4)}">{escape(label)}</text>')
+            svg.append(_label(plugin_class(value.plugin), x + 4, y + tall / 2 + 4, label))
     offset = pitch / 2 if pitch > 30 else 0
-    svg += _axis([(left + pitch * (at - first) + offset, text) for at, text in marks.items()], base + 20)
+    labels = [(left + pitch * (at - first) + offset, text) for at, text in marks.items()]
+    if (
+        max(map(len, marks.values()), default=0) * CHARACTER + 4 > pitch > 30
+    ):  # too long to stand side by side
+        svg += _axis(labels[::2], base + 18) + _axis(labels[1::2], base + 33)
+    else:
+        svg += _axis(labels, base + 20)
     return "".join([*svg, "</svg>"])
 
 
@@ -201,6 +229,21 @@ def ticks(most: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     return [round(i * step, 12) for i in range(int(most / step + 1e-9) + 1)]
+
+
+def _short(name: str) -> str:
+    """Last part of a value's name, with the number that tells it from others of its module."""
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+
+
+def _tick(nbytes: float) -> str:
+    number, unit = size(nbytes).split(" ")
+    return f"{float(number):g} {unit}"
+
+
+def _label(css: str, x: float, y: float, text: str) -> str:
+    return f'<text class="in on-{css}" x="{_n(x)}" y="{_n(y)}">{escape(text)}</text>'
 
 
 def _milliseconds(seconds: float) -> str:

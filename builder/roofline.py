@@ -1,7 +1,8 @@
-"""What a plan must cost at least: bytes, arithmetic and link traffic of every step against the hardware's limits.
+"""What a plan costs at least: bytes, arithmetic and link traffic of every step against the hardware's rates.
 
-Computed, never measured. The time of a step is that of its slowest resource at 100 % of the published rate; that of a
-phase is the sum over its steps, so overlap between steps is not counted (Williams, Waterman and Patterson 2009).
+Computed, never measured. The time of a step is that of its slowest resource at 100 % of the published rate;
+that of a phase is the sum over its steps, so overlap between steps is not counted (Williams, Waterman and
+Patterson 2009).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 class Hardware:
     """One GPU: bytes of memory, and peak rates in bytes/s and FLOP/s (bfloat16 tensor cores, dense).
 
-    label: memory as it is sold; `memory` is what the driver reports. link: bytes/s into the GPU from its peers.
-    source: where the figures are from.
+    label: memory as it is sold; `memory` is what the driver reports. link: bytes/s into the GPU from its
+    peers. source: where the figures are from.
     """
 
     arch: str
@@ -44,8 +45,8 @@ SM120 = Hardware(
     bandwidth=1.792e12,
     flops=503.8e12,
     link=63.0e9,
-    source="data sheet (Workstation Edition): 512-bit GDDR7 at 28 Gbit/s a pin, bf16 503.8 TFLOP/s, PCIe 5.0 x16 "
-    "(16 lanes x 32 GT/s x 128/130); nvidia-smi: 97,887 MiB",
+    source="data sheet (Workstation Edition): 512-bit GDDR7 at 28 Gbit/s a pin, bf16 503.8 TFLOP/s, "
+    "PCIe 5.0 x16 (16 lanes x 32 GT/s x 128/130); nvidia-smi: 97,887 MiB",
 )
 SM90 = Hardware(
     arch="SM90",
@@ -67,10 +68,10 @@ def hardware_for(arch: str) -> Hardware:
 
 @dataclass(frozen=True)
 class Cost:
-    """Sum over `steps` steps: bytes of memory, FLOP, bytes over the link, and seconds by the slowest resource.
+    """Sum over `steps` steps: bytes of memory, FLOP, bytes over the link, seconds by the slowest resource.
 
-    memory_s, compute_s and link_s are the seconds of steps that wait for memory, arithmetic and the link: they add
-    up to `seconds`.
+    memory_s, compute_s and link_s are the seconds of steps that wait for memory, arithmetic and the link:
+    they add up to `seconds`.
     """
 
     steps: int = 0
@@ -87,7 +88,7 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """The resource that takes most of the time: "memory", "compute" or "link"; "-" where nothing is moved."""
+        """What takes most of the time: "memory", "compute" or "link"; "-" where there is nothing to do."""
         shares = {"memory": self.memory_s, "compute": self.compute_s, "link": self.link_s}
         return max(shares, key=lambda name: shares[name]) if self.seconds else "-"
 
@@ -105,7 +106,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """One step of a phase: `index` is its position, `layer` its layer number, `BEFORE` or `AFTER` the layers."""
+    """One step of a phase: `index` is its position, `layer` its layer's number, `BEFORE` or `AFTER`."""
 
     index: int
     step: Step
@@ -144,12 +145,14 @@ class PhaseCost:
 
 def step_cost(step: Step, context: int, hardware: Hardware) -> Cost:
     """Cost of one step; bytes and FLOP are the plugin's own account (`Plugin.cost`)."""
+    inputs = [arg.spec for arg in step.inputs]
     outputs = [arg.spec for arg in step.outputs if arg.spec is not None]
-    nbytes, flops = get_plugin(step.plugin).cost(step.attrs, [arg.spec for arg in step.inputs], outputs, context)
+    nbytes, flops = get_plugin(step.plugin).cost(step.attrs, inputs, outputs, context)
     link_bytes = _link_bytes(step)
     times = [nbytes / hardware.bandwidth, flops / hardware.flops, link_bytes / hardware.link]
     slowest = max(range(3), key=lambda i: times[i])
-    return Cost(1, nbytes, flops, link_bytes, *(time if i == slowest else 0.0 for i, time in enumerate(times)))
+    waits = [time if i == slowest else 0.0 for i, time in enumerate(times)]
+    return Cost(1, nbytes, flops, link_bytes, *waits)
 
 
 def phase_cost(phase: Phase, context: int, hardware: Hardware) -> PhaseCost:
@@ -172,8 +175,9 @@ def _sum(costs: Iterable[Cost]) -> Cost:
 
 
 def _link_bytes(step: Step) -> int:
-    """Least bytes that enter a rank: 2 (N - 1) / N x an all-reduce's size (Patarasuk and Yuan 2009), or the parts of
-    the N - 1 others in an all-gather."""
+    """Least bytes that enter a rank of N: 2 (N - 1) / N times the size of an all-reduce (Patarasuk and Yuan
+    2009), or the parts of the N - 1 others in an all-gather.
+    """
     if step.plugin not in ("all_reduce", "all_gather"):
         return 0
     world, part = step.attrs["tp_world"], step.inputs[0].spec

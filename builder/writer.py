@@ -96,8 +96,8 @@ class Staging:
     ) -> list[int]:
         """Make `rankR.weights` of every plan; returns the ranks that had to be packed (the others were kept).
 
-        A file of the present artifact with the same key (checkpoint, layout, tp, rank) is hard-linked. The key
-        has no buckets, limits or kernels in it. `read`, `done` and `progress` are those of `pack_weights`.
+        A file of the present artifact with the same key (checkpoint, layout, tp, rank) is hard-linked: the
+        key has no buckets, limits or kernels. `read`, `done` and `progress` are those of `pack_weights`.
         Raises `BuildError`.
         """
         names = {weights_name(plan.rank) for plan in plans}
@@ -187,7 +187,7 @@ class Staging:
             self._files[name] = FileRecord(len(data), blake3(data).hexdigest())
 
     def _acquire(self) -> int:
-        """The lock, held until `_release` or the end of the process. Its holder unlinks it, hence the inodes."""
+        """The lock, held until `_release` or the end of the process (its holder unlinks it, hence inodes)."""
         while True:
             with _disk(self._lock_path):
                 lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

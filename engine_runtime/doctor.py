@@ -272,7 +272,8 @@ class Doctor:
         if blocked:
             advice = (
                 "turn off IOMMU and ACS (BIOS; kernel command line iommu=off), and for cards without "
-                'NVLink load the driver with NVreg_RegistryDwords="ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2;'
+                'NVLink load the driver with NVreg_RegistryDwords="ForceP2P=0x11;RMForceP2PType=1;'
+                "RMPcieP2PType=2;"
                 'GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"'
             )
             yield Finding(WARN, "peer access", f"{blocked} of {peers} pairs of GPUs without it", advice)

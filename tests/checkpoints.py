@@ -170,7 +170,7 @@ def write_config(directory: Path, config: dict[str, Any]) -> ModelConfig:
 
 @cache
 def _merges(count: int) -> list[bytes]:
-    """`count` tokens of a byte-level BPE: the 256 bytes, the most frequent pairs of `MERGE_TEXT`, then others."""
+    """`count` tokens of a byte-level BPE: the 256 bytes, frequent pairs of `MERGE_TEXT`, then others."""
     tokens = [bytes((value,)) for value in range(256)]
     words = [[bytes((value,)) for value in word.encode()] for word in re.findall(r" ?\S+", MERGE_TEXT)]
     while len(tokens) < count:
@@ -286,7 +286,7 @@ def make_tiny_checkpoint(
     if family == "kimi_k25":
         shards[-1]["vision_tower.patch_embed.proj.weight"] = random.matrix(16, 3)
         shards[-1]["mm_projector.pre_norm.weight"] = random.norm(16)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):06}.safetensors"
         save_file(shard, directory / file, metadata={"format": "pt"})
@@ -303,7 +303,7 @@ def tiny_draft_config(model: ModelConfig, **overrides: Any) -> dict[str, Any]:
         "mask_token_id": model.vocab_size - 2,
         "target_layer_ids": sorted({0, model.num_hidden_layers - 2}),
     }
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "hidden_size": model.hidden_size,

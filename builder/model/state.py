@@ -50,7 +50,7 @@ class State(nn.Module):
 
     def __init__(self, buffers: dict[str, TensorSpec], limits: Limits, rows: dict[str, int]):
         super().__init__()
-        self.limits = limits
+        self.limits, self.rows = limits, rows
         for name, spec in buffers.items():
             shape = (rows[name], *spec.shape[1:]) if name in rows else spec.shape
             # torch does not allow a dot in a buffer's name; `builder.export` puts it back

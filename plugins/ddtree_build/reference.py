@@ -17,11 +17,11 @@ def merge_candidates(candidates: np.ndarray, top_k: int) -> tuple[np.ndarray, np
     parts = candidates.reshape(candidates.shape[0], -1, 2 * top_k + 1)
     logits = parts[:, :, :top_k].reshape(len(parts), -1).astype(np.float64)
     ids = np.ascontiguousarray(parts[:, :, top_k:-1]).view(np.int32).reshape(len(parts), -1)
-    total = np.logaddexp.reduce(parts[:, :, -1].astype(np.float64), axis=1, keepdims=True)
     if parts.shape[1] > 1:  # one rank's candidates are in order already
         order = np.lexsort((ids, -logits), axis=1)[:, :top_k]
         logits, ids = np.take_along_axis(logits, order, 1), np.take_along_axis(ids, order, 1)
-    with np.errstate(invalid="ignore"):  # -inf - -inf: not finite, never enters a tree
+    with np.errstate(invalid="ignore"):  # NaN, -inf - -inf: not finite, so never in a tree
+        total = np.logaddexp.reduce(parts[:, :, -1].astype(np.float64), axis=1, keepdims=True)
         return logits - total, ids
 
 

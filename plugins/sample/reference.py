@@ -47,20 +47,24 @@ def kept_tokens(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) ->
     mass reaches top_p; min_p (0: off) of these the ones with at least min_p times the largest probability.
     Ties go to the lowest ids; the most probable token always stays.
     """
-    vocabulary = scores.shape[0]
-    kept = torch.arange(vocabulary)
-    if 0 < top_k < vocabulary:
+    kept = torch.arange(len(scores))
+    if 0 < top_k < len(kept):
         kept = torch.nonzero(scores >= torch.topk(scores, top_k).values[-1])[:, 0]
-    cut_mass = top_p < 1.0
-    if cut_mass or len(kept) > top_k > 0:
-        kept = kept[torch.argsort(scores[kept], descending=True, stable=True)]
-        kept = kept[:top_k] if top_k > 0 else kept
-    if cut_mass:
-        mass = torch.softmax(scores[kept], dim=0).double().cumsum(0)
-        kept = kept[: int((mass < top_p).sum()) + 1]
+        kept = _descending(scores, kept)[:top_k].sort().values  # ties at the k-th value
+    if top_p < 1.0:
+        chances = torch.softmax(scores[kept], dim=0)
+        # those below (1 - top_p) / count together hold less than 1 - top_p, so none of them is needed
+        likely = _descending(chances, torch.nonzero(chances >= (1.0 - top_p) / len(kept))[:, 0])
+        mass = chances[likely].double().cumsum(0)
+        kept = kept[likely[: int((mass < top_p).sum()) + 1].sort().values]
     if min_p > 0.0:
         kept = kept[scores[kept].exp() >= min(min_p, 1.0)]
-    return kept.sort().values
+    return kept
+
+
+def _descending(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`ids` (ascending) by descending score, ties by lowest id."""
+    return ids[torch.argsort(scores[ids], descending=True, stable=True)]
 
 
 def sample(

@@ -1,8 +1,8 @@
 """Builds that are killed with SIGKILL at a chosen system call, or after a chosen time, and resumed.
 
-Runs as `python -m tests.builder.kill_build DIRECTORY SCENARIO POINTS SEED`, prints one JSON object and exits
-1 on the first violation. A process of its own, since it forks a child for every build and must have no threads
-when it does.
+Runs as `python -m tests.builder.kill_build DIRECTORY SCENARIO POINTS SEED`, prints a JSON object, exits with
+1 on the first violation. A process of its own: it forks a child for every build, so it must have no threads
+when it does so.
 """
 
 from __future__ import annotations

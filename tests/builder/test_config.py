@@ -17,7 +17,12 @@ from tests.checkpoints import quantization_config, tiny_config, tiny_draft_confi
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "kimi-tokenizer"
 FAMILIES = ("kimi_k25", "kimi_k2", "deepseek_v3")
 # From the published config.json of Kimi-K2.6's text model.
-K26 = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64, "q_lora_rank": 1536} | {
+K26: dict[str, Any] = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 64,
+    "q_lora_rank": 1536,
+} | {
     **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     **{"n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
     **{"intermediate_size": 18432, "vocab_size": 163840},
@@ -111,10 +116,12 @@ def test_stop_ids_take_lists_and_generation_config(tmp_path: Path) -> None:
     assert load_model_config(tmp_path).eos_token_ids == (5, 6, 7)
 
 
-def test_kimi_needs_its_tokenizer_for_stop_ids(tmp_path: Path) -> None:
-    write_config(tmp_path, tiny_config())
+def test_some_stop_id_is_required(tmp_path: Path) -> None:
+    write_config(tmp_path, tiny_config("deepseek_v3", eos_token_id=None))
+    (tmp_path / "generation_config.json").unlink()
+    assert load_model_config(tmp_path).eos_token_ids == (513, 514)
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json is missing: the ids of <\|im_end\|>"):
+    with pytest.raises(CheckpointError, match="eos_token_id is missing: the engine would never stop"):
         load_model_config(tmp_path)
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 GROUP = 32  # input columns that share one scale
+PREFILL_TOKENS = 131072  # prompt tokens computed together before decoding
 MLA_NORM_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm
 
 
@@ -275,10 +276,15 @@ class Target(nn.Module):
         from its own length; the rest of a shorter row stays as given."""
         batch, width = prompts.shape
         rows = torch.arange(batch, device=prompts.device)
-        states, latents = self(prompts)
-        caches = [F.pad(latent, (0, 0, 0, steps)) for latent in latents]
+        shape = (batch, width + steps, self.config["kv_lora_rank"] + self.config["qk_rope_head_dim"])
+        caches = [torch.zeros(shape, dtype=self.dtype, device=prompts.device) for _ in self.model.layers]
         tokens = F.pad(prompts, (0, steps))
-        last = states[-1][rows, lengths - 1]
+        last = torch.zeros(batch, self.config["hidden_size"], device=prompts.device)
+        for part in rows.split(max(1, PREFILL_TOKENS // width)):
+            states, latents = self(prompts[part])
+            last[part] = states[-1][torch.arange(len(part), device=part.device), lengths[part] - 1]
+            for cache, latent in zip(caches, latents, strict=True):
+                cache[part, :width] = latent
         for step in range(steps):
             chosen = self.logits(last).argmax(-1)
             positions = lengths + step
