@@ -6,22 +6,22 @@ import operator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.export.graph_signature import InputKind
 
 from builder.errors import BuildError
 from builder.graph import DOMAIN, STATE, WEIGHT, Graph, Node
 from builder.model.ops import register, required_outputs, spec_of
+from builder.model.passes import Pass
 from plugins.core.plugin import get_plugin
 from plugins.core.spec import TensorSpec
 
 
-def export(module: nn.Module, name: str) -> Graph:
+def export(module: Pass, name: str) -> Graph:
     """Trace one pass (builder.model.passes) on the meta device."""
     register()
     with torch.no_grad():
         program = torch.export.export(module, (), strict=False)
-    return _to_graph(program, name, module.outputs)  # type: ignore[arg-type]
+    return _to_graph(program, name, module.outputs)
 
 
 def with_rows(graph: Graph, name: str, rows: dict[str, int]) -> Graph:
@@ -64,7 +64,9 @@ def _to_graph(program: torch.export.ExportedProgram, name: str, outputs: tuple[s
                 results = [results]
             else:
                 values[fx_node.name] = list(node.outputs)
-            graph.specs.update({key: spec_of(val) for key, val in zip(node.outputs, results or (), strict=True)})
+            graph.specs.update(
+                {key: spec_of(val) for key, val in zip(node.outputs, results or (), strict=True)}
+            )
     return graph
 
 
@@ -87,15 +89,19 @@ def _to_node(fx_node: torch.fx.Node, values: dict[str, Any], used: dict[str, int
     target = fx_node.target
     if target is torch.ops.aten.add.Tensor:
         name = unique("add")
-        inputs = tuple(values[arg.name] for arg in fx_node.args)  # type: ignore[union-attr]
+        inputs = _names(fx_node.args, values)
         return Node(name, "", "Add", inputs, (name,))
     if not (isinstance(target, torch._ops.OpOverload) and target.namespace == DOMAIN):
         raise BuildError(f"export: {path}: operation {target} has no ONNX translation; use a plugin operator")
     plugin = get_plugin(target._opname)
     name = unique(plugin.name)
     count = len(plugin.inputs)
-    inputs = tuple("" if arg is None else values[arg.name] for arg in fx_node.args[:count])  # type: ignore[union-attr]
+    inputs = _names(fx_node.args[:count], values)
     attrs = dict(zip(plugin.attrs, fx_node.args[count:], strict=True))
     results = required_outputs(plugin)
     outputs = (name,) if len(results) == 1 else tuple(f"{name}:{result}" for result in results)
     return Node(name, DOMAIN, plugin.name, inputs, outputs, attrs)
+
+
+def _names(args: tuple[Any, ...], values: dict[str, Any]) -> tuple[str, ...]:
+    return tuple("" if arg is None else values[arg.name] for arg in args)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import onnx
-from torch import nn
 
 from builder.config import DraftConfig, ModelConfig
 from builder.export import export, with_rows
@@ -14,7 +13,7 @@ from builder.fuse import fuse
 from builder.graph import WEIGHT, Graph, from_onnx, to_onnx
 from builder.model.draft import Draft
 from builder.model.ops import register
-from builder.model.passes import Append, DraftPass, Prefill, Root, Verify
+from builder.model.passes import Append, DraftPass, Pass, Prefill, Root, Verify
 from builder.model.state import engine_buffers
 from builder.model.target import Target
 from builder.model.weights import recipes_of
@@ -56,11 +55,13 @@ def export_passes(
     blocks = _powers_of_two(limits.max_requests)
 
     # name, buckets, and the pass for one bucket; the other buckets of a family follow from its first
-    families: list[tuple[str, list[int], Callable[[int], nn.Module]]] = []
+    families: list[tuple[str, list[int], Callable[[int], Pass]]] = []
     for rows in chunks:  # a family each: short chunks take another form of MLA
         families.append(("prefill", [rows], lambda rows: Prefill(target, buffers, limits, rows)))
     families.append(("root", [limits.max_requests], lambda _: Root(buffers, limits)))
-    families.append(("verify", list(options.verify_buckets), lambda rows: Verify(target, buffers, limits, rows)))
+    families.append(
+        ("verify", list(options.verify_buckets), lambda rows: Verify(target, buffers, limits, rows))
+    )
     if drafter is not None:
         appended = sorted({*(count * limits.path_length for count in blocks), *chunks})
         families.append(("append", appended, lambda rows: Append(drafter, buffers, limits, rows)))

@@ -24,7 +24,9 @@ def shard(
         if node.domain == DOMAIN:
             for name in get_plugin(node.op).sharded_attrs:
                 if attrs[name] % tp:
-                    raise PluginError(f"node {node.name}: {name} = {attrs[name]} cannot be split over {tp} ranks")
+                    raise PluginError(
+                        f"node {node.name}: {name} = {attrs[name]} cannot be split over {tp} ranks"
+                    )
                 attrs[name] //= tp
             for name, value in (("tp_world", tp), ("tp_rank", rank)):
                 if name in attrs:

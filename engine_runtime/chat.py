@@ -119,7 +119,7 @@ class ChatTemplate:
         guard = next((char for char in map(chr, chain(*_GUARDS)) if char not in used), None)
         if guard is None:
             raise ValueError("the messages use every private code point")
-        marks = {}
+        marks = {ord(char): char for char in self._ends}
         return guard, self._template.render(_map_strings(supplied, lambda text: text.translate(marks)))
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from plugins.core.plugin import Communicator
 
 DEFAULT_TIMEOUT = 300.0  # seconds
+_START_SECONDS = 120.0  # for a worker's interpreter and imports
 _SHUTDOWN_SECONDS = 5.0
 
 # makes a rank's object; must be importable by name, since the workers are spawned
@@ -143,7 +144,7 @@ class RankGroup:
                 theirs.close()
                 self._workers.append(worker)
                 self._pipes.append(ours)
-            self._collect("start")
+            self._collect("start", _START_SECONDS)
             self.target = self._guard(lambda: factory(0, _join(0, world, store, timeout), *args))
             self._collect("open")
         except BaseException:
@@ -220,13 +221,14 @@ class RankGroup:
         worker.join(0.01)
         return None if worker.exitcode is None else f"its process ended (exit code {worker.exitcode})"
 
-    def _collect(self, what: str) -> list[Any]:
+    def _collect(self, what: str, timeout: float | None = None) -> list[Any]:
         """Every worker's answer to the last call."""
-        deadline = time.monotonic() + self._timeout
+        timeout = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + timeout
         answers: list[Any] = []
         for rank, pipe in enumerate(self._pipes, start=1):
             if not wait([pipe], max(0.0, deadline - time.monotonic())):
-                self._fail(f"rank {rank}: no answer to {what} within {self._timeout:g} seconds")
+                self._fail(f"rank {rank}: no answer to {what} within {timeout:g} seconds")
             try:
                 kind, value = pipe.recv()
             except (EOFError, OSError):

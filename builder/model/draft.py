@@ -94,7 +94,9 @@ class Draft(nn.Module):
         super().__init__()
         self.config = config
         taps = len(config.target_layer_ids)
-        self.fc = matrix("draft:fc.weight", shapes=[(config.hidden_size, taps * config.hidden_size)], shard="rows")
+        self.fc = matrix(
+            "draft:fc.weight", shapes=[(config.hidden_size, taps * config.hidden_size)], shard="rows"
+        )
         self.hidden_norm = norm("draft:hidden_norm", config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i, amplitude) for i in range(config.num_hidden_layers))
         self.norm = norm("draft:norm", config.hidden_size)
@@ -108,6 +110,7 @@ class Draft(nn.Module):
         context = call("all_gather", part, tp_world=1)
         context = call("rms_norm", context, self.hidden_norm, eps=self.config.rms_norm_eps)
         for layer in self.layers:
+            assert isinstance(layer, Layer)
             layer.attention.append(context, state)
 
     def forward(self, x: torch.Tensor, state: State) -> torch.Tensor:

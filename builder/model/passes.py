@@ -1,7 +1,6 @@
 """The passes of an engine: each is one fixed-shape graph over the model and the persistent buffers.
 
-`OUTPUTS` of a pass names the buffers that its results are written to. What each pass reads and leaves behind is
-listed in docs/engine-format.md.
+What each pass reads and leaves behind is listed in docs/engine-format.md.
 """
 
 from __future__ import annotations
@@ -20,7 +19,14 @@ from plugins.core.state import Limits
 EXPANDED_MLA_ROWS = 170
 
 
-class Prefill(nn.Module):
+class Pass(nn.Module):
+    """One fixed-shape graph. `state`: the persistent buffers it sees; `outputs`: the buffers its results go to."""
+
+    state: State
+    outputs: tuple[str, ...] = ()
+
+
+class Prefill(Pass):
     """`rows` tokens of one request; the token after `last_row` is drawn (meaningful in the last chunk)."""
 
     def __init__(self, target: Target, buffers: dict, limits: Limits, rows: int):
@@ -39,7 +45,7 @@ class Prefill(nn.Module):
         return logits, sampled, *taps
 
 
-class Verify(nn.Module):
+class Verify(Pass):
     """`rows` token rows over all running requests, their acceptance and the compaction of the accepted KV."""
 
     def __init__(self, target: Target, buffers: dict, limits: Limits, rows: int):
@@ -57,7 +63,9 @@ class Verify(nn.Module):
         call(
             "ddtree_accept",
             sampled,
-            *state.get("tokens", "row_parent", "positions", "row_slot", "first_row", "request_rows", "stop_ids"),
+            *state.get(
+                "tokens", "row_parent", "positions", "row_slot", "first_row", "request_rows", "stop_ids"
+            ),
             *state.get("context_len", "anchor", "remaining", "emitted", "num_emitted", "path_rows", "finish"),
             *state.get("append_rows", "append_positions", "append_slots"),
             path_length=state.limits.path_length,
@@ -66,10 +74,8 @@ class Verify(nn.Module):
         return logits, sampled, *taps
 
 
-class Append(nn.Module):
+class Append(Pass):
     """Draft context: the taps of `rows` listed rows become keys and values of every drafter layer."""
-
-    outputs: tuple[str, ...] = ()
 
     def __init__(self, draft: Draft, buffers: dict, limits: Limits, rows: int):
         super().__init__()
@@ -83,10 +89,8 @@ class Append(nn.Module):
         return ()
 
 
-class Root(nn.Module):
+class Root(Pass):
     """Row buffers for plain decoding: every active request's anchor, no drafts."""
-
-    outputs: tuple[str, ...] = ()
 
     def __init__(self, buffers: dict, limits: Limits):
         super().__init__()
@@ -97,10 +101,8 @@ class Root(nn.Module):
         return ()
 
 
-class DraftPass(nn.Module):
+class DraftPass(Pass):
     """One DFlash block for each of `blocks` requests, then the trees of all active requests."""
-
-    outputs: tuple[str, ...] = ()
 
     def __init__(self, target: Target, draft: Draft, buffers: dict, limits: Limits, blocks: int):
         super().__init__()
@@ -141,7 +143,9 @@ def _build_trees(candidates: torch.Tensor | None, state: State) -> None:
         "ddtree_build",
         candidates,
         *state.get("draft_requests", "active", "anchor", "context_len", "block_table", "tree_budget"),
-        *state.get("tree_cost", "calibration", "tree_width", "tokens", "positions", "row_request", "row_parent"),
+        *state.get(
+            "tree_cost", "calibration", "tree_width", "tokens", "positions", "row_request", "row_parent"
+        ),
         *state.get("row_slot", "mask", "row_log_weight", "first_row", "request_rows", "num_rows"),
         draft_depth=limits.draft_depth,
         top_k=limits.tree_top_k,

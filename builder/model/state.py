@@ -29,7 +29,12 @@ def rope_attrs(rope: RopeConfig, amplitude: float) -> dict[str, Any]:
 
 
 def engine_buffers(
-    config: ModelConfig, draft: DraftConfig | None, limits: Limits, activation_dtype: str, kv_dtype: str, tp: int
+    config: ModelConfig,
+    draft: DraftConfig | None,
+    limits: Limits,
+    activation_dtype: str,
+    kv_dtype: str,
+    tp: int,
 ) -> dict[str, TensorSpec]:
     """Every persistent buffer of one rank. KV latents are replicated on every rank, draft KV heads are split."""
     latent = config.kv_lora_rank + config.qk_rope_head_dim

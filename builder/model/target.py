@@ -79,7 +79,9 @@ class DenseMlp(nn.Module):
     def __init__(self, prefix: str, hidden_size: int, intermediate_size: int):
         super().__init__()
         self.gate_up = gate_up(prefix, hidden_size, intermediate_size)
-        self.down = matrix(f"{prefix}.down_proj.weight", shapes=[(hidden_size, intermediate_size)], shard="cols")
+        self.down = matrix(
+            f"{prefix}.down_proj.weight", shapes=[(hidden_size, intermediate_size)], shard="cols"
+        )
 
     def forward(self, x: torch.Tensor, state: State) -> torch.Tensor:
         act = call("dense_gemm", x, self.gate_up, activation="silu_mul", out_dtype="activation")
@@ -101,12 +103,17 @@ class Moe(nn.Module):
         if config.n_shared_experts:
             self.shared = DenseMlp(f"{prefix}.shared_experts", hidden, inter * config.n_shared_experts)
 
-    def _experts(self, prefix: str, stage: str, names: tuple[str, ...], shape: tuple[int, int]) -> nn.Parameter:
+    def _experts(
+        self, prefix: str, stage: str, names: tuple[str, ...], shape: tuple[int, int]
+    ) -> nn.Parameter:
         rows, cols = shape
         patterns: list[str] = []
         shapes: list[tuple[int, int]] = []
         for name in names:
-            patterns += [f"{prefix}.experts.{{}}.{name}.weight_packed", f"{prefix}.experts.{{}}.{name}.weight_scale"]
+            patterns += [
+                f"{prefix}.experts.{{}}.{name}.weight_packed",
+                f"{prefix}.experts.{{}}.{name}.weight_scale",
+            ]
             shapes += [(rows, cols // 8), (rows, cols // self.config.expert_group_size)]
         count = self.config.n_routed_experts
         return weight(
@@ -125,7 +132,9 @@ class Moe(nn.Module):
         )
         shared = self.shared(x, state) if self.shared is not None else None
         act = call("int4_marlin_gemm", x, self.gate_up, offsets, routes, stage="gate_up", top_k=top_k)
-        return call("int4_marlin_gemm", act, self.down, offsets, routes, weights, shared, stage="down", top_k=top_k)
+        return call(
+            "int4_marlin_gemm", act, self.down, offsets, routes, weights, shared, stage="down", top_k=top_k
+        )
 
 
 class Layer(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from builder.model.ops import empty
@@ -17,7 +16,11 @@ def weight(recipe: WeightRecipe) -> nn.Parameter:
 
 
 def matrix(
-    *sources: str, shapes: list[tuple[int, ...]], shard: str = "none", interleave: int = 0, dtype: str = "bfloat16"
+    *sources: str,
+    shapes: list[tuple[int, ...]],
+    shard: str = "none",
+    interleave: int = 0,
+    dtype: str = "bfloat16",
 ) -> nn.Parameter:
     """Row-major matrix or vector made of one or more checkpoint tensors stacked along rows (`dense_gemm` packer)."""
     attrs: dict[str, object] = {"shard": shard, "dtype": dtype}
@@ -36,4 +39,3 @@ def gate_up(prefix: str, hidden_size: int, intermediate_size: int) -> nn.Paramet
 def recipes_of(module: nn.Module) -> dict[str, WeightRecipe]:
     """Recipe of every parameter of `module` by its qualified name."""
     return {name: parameter.recipe for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
-

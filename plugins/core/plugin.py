@@ -58,7 +58,7 @@ class Launch:
     pdl: bool = False
 
 
-def _always(attrs: Attrs, inputs: Sequence[TensorSpec]) -> str | None:
+def _always(attrs: Attrs, inputs: Sequence[TensorSpec | None]) -> str | None:
     return None
 
 
@@ -71,9 +71,9 @@ class Tactic:
 
     name: str
     archs: tuple[str, ...]
-    refuses: Callable[[Attrs, Sequence[TensorSpec]], str | None] = _always
-    workspace: Callable[[Attrs, Sequence[TensorSpec]], int] | None = None
-    launch: Callable[[Attrs, Sequence[TensorSpec]], Launch] | None = None
+    refuses: Callable[[Attrs, Sequence[TensorSpec | None]], str | None] = _always
+    workspace: Callable[[Attrs, Sequence[TensorSpec | None]], int] | None = None
+    launch: Callable[[Attrs, Sequence[TensorSpec | None]], Launch] | None = None
 
 
 REFERENCE = Tactic(name="reference", archs=("cpu",))

@@ -22,11 +22,11 @@ def inv_freq(
 ) -> np.ndarray:
     """float32 [dim / 2] angular frequencies of YaRN (Peng et al. 2023, as in DeepSeek-V3's reference code).
 
-    Frequencies that turn more than `beta_fast` times within `original_max` positions are kept, those that turn less
-    than `beta_slow` times are divided by `factor`, with a linear ramp over the index between.
+    Frequencies that turn more than `beta_fast` times within `original_max` positions are kept, those that turn
+    less than `beta_slow` times are divided by `factor`, with a linear ramp over the index between.
     """
-    # The order of float32 roundings is that of transformers, since at positions of 2e5 an ulp is an angle of 0.01;
-    # powers are rounded correctly (by way of float64), which torch's are but for an ulp here and there.
+    # float32 roundings in transformers' order: at positions of 2e5 an ulp is an angle of 0.01. Powers are rounded
+    # correctly (by way of float64), as torch's are but for an ulp here and there.
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     power = (np.float64(theta) ** exponent.astype(np.float64)).astype(np.float32)
     extrapolated = np.float32(1) / power

@@ -113,7 +113,16 @@ def test_synthetic_weights_need_the_configuration_alone(source, tmp_path) -> Non
 def test_onnx_graphs_are_valid_and_complete(source, tmp_path) -> None:
     assert build(source, tmp_path / "engine", "--onnx", str(tmp_path / "onnx")) == 0
     names = {path.stem for path in (tmp_path / "onnx").iterdir()}
-    assert {"prefill_32", "prefill_256", "root_2", "verify_1", "verify_16", "append_8", "draft_1", "draft_2"} <= names
+    assert {
+        "prefill_32",
+        "prefill_256",
+        "root_2",
+        "verify_1",
+        "verify_16",
+        "append_8",
+        "draft_1",
+        "draft_2",
+    } <= names
     for path in (tmp_path / "onnx").iterdir():
         model = onnx.load(path)
         onnx.checker.check_model(model)

@@ -290,7 +290,6 @@ def test_many_problems_are_counted(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "found", "expected"),
     [
-        ("mlp.experts.3.up_proj.weight_packed", torch.zeros(128, 16).int(), "int32 [128, 16]", "[128, 16]"),
         ("mlp.experts.3.up_proj.weight_packed", torch.zeros(128, 8).int(), "int32 [128, 8]", "[128, 16]"),
         ("mlp.experts.3.up_proj.weight_packed", torch.zeros(128, 16), "float32 [128, 16]", "int32"),
         ("mlp.experts.3.up_proj.weight_scale", torch.zeros(128, 4), "float32 [128, 4]", "bfloat16"),
@@ -304,9 +303,6 @@ def test_many_problems_are_counted(copy: Path) -> None:
 def test_wrong_dtype_or_shape(copy: Path, name: str, tensor: torch.Tensor, found: str, expected: str) -> None:
     full = f"language_model.model.layers.1.{name}"
     edit(shards(copy)[1], lambda tensors: tensors.update({full: tensor}))
-    if expected == "[128, 16]" and tensor.shape == (128, 16) and tensor.dtype == torch.int32:
-        check(copy)  # as expected
-        return
     (problem,) = refused(copy)
     assert f"tensor {full} is {found}: expected " in problem
     assert expected in problem

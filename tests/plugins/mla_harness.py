@@ -1,4 +1,4 @@
-"""A paged latent pool and passes over it, for the tests of `mla_prepare`, `mla_attention` and `kv_compact`."""
+"""A paged latent pool and passes over it, for tests of `mla_prepare`, `mla_attention` and `kv_compact`."""
 
 from __future__ import annotations
 

@@ -302,6 +302,18 @@ def test_cost_rule_shortens_the_tree_and_width_one_gives_a_chain() -> None:
     assert paths(buffers.rows(2)) == [tuple(logits[6:9].argmax(1)[:n]) for n in range(4)]
 
 
+def test_calibrated_weights_stop_at_one() -> None:
+    """A factor above 1 must not make a child weigh more than its parent."""
+    buffers = Buffers(limits(max_requests=1, tree_top_k=3))
+    logits = np.log(np.array([[0.5, 0.3, 0.2], [0.9, 0.06, 0.04], [0.9, 0.06, 0.04]]))
+    buffers["calibration"][0] = torch.tensor([1.0, 2.0, 0.0])
+    buffers["tree_budget"][:] = 4
+    buffers.build(candidates_of(logits, 3))
+    assert paths(buffers.rows(0)) == [(), (0,), (0, 0), (1,), (1, 0)]
+    weights = [math.exp(row["log_weight"]) for row in buffers.rows(0)]
+    assert weights == pytest.approx([1, 0.5, 0.5, 0.3, 0.3], rel=1e-5)  # and a factor of 0 closes a depth
+
+
 def test_masks_reach_beyond_one_word() -> None:
     buffers = Buffers(limits(max_requests=1, tree_top_k=8))
     buffers.build(candidates_of(np.random.default_rng(3).normal(size=(3, 20)), 8))

@@ -205,6 +205,13 @@ def test_rows_of_several_requests_use_their_own_parameters() -> None:
     assert run(logits.flip(0), positions.flip(0), owner.flip(0), **parameters) == together[::-1]
 
 
+def test_noise_is_that_of_the_position_the_token_will_have() -> None:
+    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(4))
+    noise = torch.stack([gumbel(-9, position + 1, torch.arange(30)) for position in range(50)])
+    drawn = run(logits, torch.arange(50), temperature=0.5, seed=-9)
+    assert drawn == (logits / 0.5 + noise).argmax(1).tolist()
+
+
 def test_different_positions_and_seeds_draw_differently() -> None:
     logits = torch.zeros(400, 50)
     by_position = run(logits, torch.arange(400), temperature=1.0, seed=3)

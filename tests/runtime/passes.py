@@ -35,7 +35,11 @@ class OneRequest:
         write("tokens", np.pad(np.asarray(tokens, np.int32), padding), everything)
         write("positions", np.pad(positions, padding), everything)
         write("row_request", np.pad(np.zeros(count, np.int32), padding, constant_values=-1), everything)
-        write("row_parent", np.pad(np.arange(-1, count - 1, dtype=np.int32), padding, constant_values=-1), everything)
+        write(
+            "row_parent",
+            np.pad(np.arange(-1, count - 1, dtype=np.int32), padding, constant_values=-1),
+            everything,
+        )
         write("row_slot", np.pad(self.slots(positions), padding), everything)
         write("first_row", 0)
         write("request_rows", 0)

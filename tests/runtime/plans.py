@@ -1,4 +1,4 @@
-"""A small plan made by hand: token -> embedding -> norm -> logits -> sampled token, for any number of ranks."""
+"""A small plan made by hand, for any number of ranks: embedding, norm, logits, sampled token."""
 
 from __future__ import annotations
 

@@ -10,12 +10,17 @@ import pytest
 from builder.build import make_plans, open_source
 from builder.config import load_draft_config
 from builder.options import BuildOptions
-from builder.writer import Staging
 from engine_runtime.executor.cpu import CpuExecutor
 from plugins.core.packing import get_packer
 from plugins.core.plan import Plan
 from plugins.core.spec import DTYPES
-from tests.checkpoints import make_tiny_checkpoint, make_tiny_draft, oracle_hidden_states, oracle_logits, oracle_model
+from tests.checkpoints import (
+    make_tiny_checkpoint,
+    make_tiny_draft,
+    oracle_hidden_states,
+    oracle_logits,
+    oracle_model,
+)
 from tests.runtime.passes import OneRequest
 
 NANO = Path(__file__).parents[2] / "artifacts" / "k2-nano"
@@ -97,7 +102,9 @@ def test_expanded_mla_equals_transformers_and_absorbed(case, expected) -> None:
     """A chunk of 256 rows runs the expanded form; what follows reads its latents in the absorbed form."""
     executor, _, ids, _ = case
     logits, taps = expected
-    forms = {s.attrs["form"] for s in executor.plan.phases["prefill[256]"].steps if s.plugin == "mla_attention"}
+    forms = {
+        s.attrs["form"] for s in executor.plan.phases["prefill[256]"].steps if s.plugin == "mla_attention"
+    }
     assert forms == {"expanded"}
     request = OneRequest(executor)
     found, found_taps = request.prefill(ids[:250])

@@ -75,11 +75,11 @@ def test_a_failing_rank_is_named(where: str, sentence: str) -> None:
 
 
 def test_a_silent_rank_is_given_up() -> None:
-    group = RankGroup(2, Failing, ("hang",), 3.0)
+    group = RankGroup(2, Failing, ("hang",), 8.0)
     start = time.monotonic()
     with pytest.raises(RankError, match="rank [01]: "):
         group.call("work")
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 50
     assert not multiprocessing.active_children()
 
 

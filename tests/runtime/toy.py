@@ -1,9 +1,9 @@
 """A toy engine for tests of the step loop: no transformer, but everything that speculation can get wrong.
 
-The "KV cache" stores tokens and positions; the next token's logits hash all tokens that a row sees
-through the block table and the mask. So a wrong slot, mask bit, position, length or compaction changes the text.
-The drafter's context is checked entry by entry before each draft. Sampling, tree building, acceptance and
-compaction are the real plugins.
+The "KV cache" stores tokens and positions; the next token's logits are a hash of all tokens that a row
+sees through the block table and the mask. So a wrong slot, mask bit, position, length or compaction changes
+the text. The drafter's context is checked entry by entry before each draft. Sampling, tree building, acceptance
+and compaction are the real plugins.
 """
 
 from __future__ import annotations
