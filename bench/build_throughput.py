@@ -91,9 +91,7 @@ def plans(experts: int, tp: int) -> list[Plan]:
             for matrix in matrices
             for part in ("weight_packed", "weight_scale")
         )
-        recipe = WeightRecipe(
-            "int4_marlin_gemm", sources, tuple(table[name] for name in sources), {"stage": stage}
-        )
+        recipe = WeightRecipe("int4_marlin_gemm", sources, tuple(table[name] for name in sources), {"stage": stage})
         weights[f"layers.1.experts.{stage}"] = Weight(recipe.spec(tp), recipe)
     return [Plan(tp, rank, "cpu", "float32", 0, {}, weights, {}) for rank in range(tp)]
 
@@ -148,9 +146,7 @@ def child(what: str, checkpoint: Path, output: Path, experts: int, tp: int) -> N
         copy(checkpoint, output)
     seconds = time.perf_counter() - start
     used = resource.getrusage(resource.RUSAGE_SELF)
-    print(
-        json.dumps({"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "peak": used.ru_maxrss << 10})
-    )
+    print(json.dumps({"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "peak": used.ru_maxrss << 10}))
 
 
 def device() -> str:
@@ -166,9 +162,7 @@ def commit() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, default=384, help="of the layer; 384 is 10 GB")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--scratch", type=Path, help="where the files go; needs twice their size")

@@ -29,6 +29,8 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 LFS_PREFIX = b"version https://git-lfs"
 READ_THREADS = 16  # scattered small reads wait for the disk, not for the processor
+SAMPLE_BYTES = 16 << 20  # of a shard, for the fingerprint
+SAMPLE_BLOCKS = 256
 
 # safetensors name -> (name here, numpy storage dtype). numpy has no bfloat16 and no FP8: bits are carried.
 DTYPES: dict[str, tuple[str, type[np.generic]]] = {
@@ -168,12 +170,11 @@ class Checkpoint:
             return dict(pair for pairs in pool.map(self._read_from_file, by_file.values()) for pair in pairs)
 
     def fingerprint(self) -> str:
-        """BLAKE3 hex over config.json, the index, and each shard's name, size and header.
+        """BLAKE3 hex over config.json, the index, and each shard's name, size, header and a sample of its bytes.
 
-        It identifies a revision of a checkpoint without reading 595 GB, so it does not cover the tensors'
-        bytes: other bytes behind the same header give the same fingerprint. Packed weights have digests of
-        their own, so damage to them is found; that a checkpoint's bytes were changed in place, before or
-        after it was packed, is not found by anything.
+        It identifies a revision without reading 595 GB: shards up to `SAMPLE_BYTES` are hashed whole, larger ones
+        in `SAMPLE_BLOCKS` blocks spread evenly. Any retraining or re-quantisation changes it; a few bytes of a
+        large shard that were edited in place need not.
         """
         digest = blake3()
         for name in ("config.json", INDEX_NAME):
@@ -183,6 +184,7 @@ class Checkpoint:
             _add(digest, shard.path.name.encode())
             _add(digest, struct.pack("<Q", shard.size))
             _add(digest, shard.header_digest)
+            _add(digest, _sample(shard))
         return digest.hexdigest()
 
     def _map(self, file: str) -> mmap.mmap:
@@ -244,9 +246,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     for name, file in weight_map.items():
         # a name with a separator would lead out of the directory
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
-            raise CheckpointError(
-                f"{path}: tensor {name} is said to be in {file!r}: expected a plain file name"
-            )
+            raise CheckpointError(f"{path}: tensor {name} is said to be in {file!r}: expected a plain file name")
     return weight_map
 
 
@@ -254,9 +254,7 @@ def _compare_with_index(path: Path, index: dict[str, str], tensors: dict[str, Te
     problems = []
     for name, file in index.items():
         if name not in tensors:
-            problems.append(
-                f"{path}: tensor {name} should be in {file}, but is not: download that file again"
-            )
+            problems.append(f"{path}: tensor {name} should be in {file}, but is not: download that file again")
         elif tensors[name].file != file:
             problems.append(f"{path}: tensor {name} should be in {file}, but is in {tensors[name].file}")
     if extra := [name for name in tensors if name not in index]:
@@ -274,9 +272,7 @@ def _read_shard(path: Path) -> Shard:
         if not start:
             raise CheckpointError(f"{path} is empty: download it again")
         if start.startswith(LFS_PREFIX):
-            raise CheckpointError(
-                f"{path} is a Git-LFS pointer of {size} bytes: fetch the content with `git lfs pull`"
-            )
+            raise CheckpointError(f"{path} is a Git-LFS pointer of {size} bytes: fetch the content with `git lfs pull`")
         length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
         if not 2 <= length <= MAX_HEADER_BYTES:
             raise CheckpointError(
@@ -285,8 +281,7 @@ def _read_shard(path: Path) -> Shard:
             )
         if 8 + length > size:
             raise CheckpointError(
-                f"{path} ends inside its header: expected at least {8 + length} bytes, found {size}; "
-                "download it again"
+                f"{path} ends inside its header: expected at least {8 + length} bytes, found {size}; download it again"
             )
         stream.seek(8)
         header = stream.read(length)
@@ -332,3 +327,16 @@ def _parse_header(path: Path, header: bytes) -> Iterator[TensorInfo]:
                 f"{dtype} {list(shape)}"
             )
         yield TensorInfo(name, path.name, dtype, shape, base + begin, nbytes)
+
+
+def _sample(shard: Shard) -> bytes:
+    """BLAKE3 of the shard's bytes, or of blocks spread over them (see `Checkpoint.fingerprint`)."""
+    digest = blake3()
+    with _opened(shard.path) as stream:
+        if shard.size <= SAMPLE_BYTES:
+            digest.update(stream.read())
+        else:
+            block = SAMPLE_BYTES // SAMPLE_BLOCKS
+            for index in range(SAMPLE_BLOCKS):
+                digest.update(os.pread(stream.fileno(), block, index * (shard.size - block) // (SAMPLE_BLOCKS - 1)))
+    return digest.digest()

@@ -166,16 +166,12 @@ def load_model_config(directory: Path) -> ModelConfig:
     top = load_json(directory / "config.json", "expected the directory of a Hugging Face checkpoint")
     model_type = top.get("model_type")
     if model_type not in FAMILIES:
-        raise CheckpointError(
-            f"{top.where('model_type')} is {model_type!r}: expected one of {', '.join(FAMILIES)}"
-        )
+        raise CheckpointError(f"{top.where('model_type')} is {model_type!r}: expected one of {', '.join(FAMILIES)}")
     text, prefix = top, ""
     if model_type == "kimi_k25":
         nested = top.section("text_config")
         if nested is None:
-            raise CheckpointError(
-                f"{top.where('text_config')} is missing: a kimi_k25 model keeps its sizes there"
-            )
+            raise CheckpointError(f"{top.where('text_config')} is missing: a kimi_k25 model keeps its sizes there")
         text, prefix = nested, "language_model."
         text.refuse_unless("model_type", *TEXT_FAMILIES)
     _refuse_unsupported(top, text)
@@ -259,19 +255,13 @@ def _rope(section: Section, dim: int, defaults: Mapping[str, float]) -> RopeConf
     """
     spellings = [part for key in ("rope_parameters", "rope_scaling") if (part := section.section(key))]
     if len(spellings) == 2:
-        raise CheckpointError(
-            f"{section.where('rope_parameters')} and rope_scaling are both given: expected one"
-        )
+        raise CheckpointError(f"{section.where('rope_parameters')} and rope_scaling are both given: expected one")
     part = spellings[0] if spellings else Section(section.path, {}, f"{section.prefix}rope_parameters.")
     if unknown := sorted(part.values.keys() - ROPE_KEYS):
-        raise CheckpointError(
-            f"{part.where(unknown[0])} is unknown: this engine does not know how to apply it"
-        )
+        raise CheckpointError(f"{part.where(unknown[0])} is unknown: this engine does not know how to apply it")
     kind = part.get("rope_type") or part.get("type") or "default"
     if kind not in ("yarn", "default"):
-        raise CheckpointError(
-            f"{part.where('rope_type')} is {kind!r}: this engine supports only yarn or default"
-        )
+        raise CheckpointError(f"{part.where('rope_type')} is {kind!r}: this engine supports only yarn or default")
     if dim % 2:
         raise CheckpointError(f"{section.path}: the rotary dimension is {dim}: expected an even number")
     theta = (part if part.get("rope_theta") is not None else section).positive("rope_theta")
@@ -279,9 +269,7 @@ def _rope(section: Section, dim: int, defaults: Mapping[str, float]) -> RopeConf
         length = section.integer("max_position_embeddings")
         return RopeConfig(dim, theta, 1.0, length, **YARN_DEFAULTS, attention_factor=None)
     part.refuse_unless("truncate", True)
-    given = {
-        key: part.number(key) for key in YARN_DEFAULTS if key not in defaults or part.get(key) is not None
-    }
+    given = {key: part.number(key) for key in YARN_DEFAULTS if key not in defaults or part.get(key) is not None}
     return RopeConfig(
         dim,
         theta,
@@ -317,9 +305,7 @@ def _eos_token_ids(directory: Path, top: Section, text: Section) -> tuple[int, .
         ids.update(values)
     tokenizer = directory / "tokenizer_config.json"
     if tokenizer.exists():  # a real build insists on it; synthetic weights need config.json alone
-        names = load_json(
-            tokenizer, "the ids of <|im_end|> and [EOS] come from it; copy it from the checkpoint"
-        )
+        names = load_json(tokenizer, "the ids of <|im_end|> and [EOS] come from it; copy it from the checkpoint")
         added = names.section("added_tokens_decoder")
         for number, entry in added.values.items() if added else ():
             if isinstance(entry, dict) and entry.get("content") in STOP_TOKENS and number.isdecimal():
@@ -345,9 +331,7 @@ def _refuse_unsupported_draft(own: Section) -> None:
     own.refuse_unless("output_multiplier", 1.0)
     layer_types = own.get("layer_types") or []
     if any(kind != "full_attention" for kind in layer_types):
-        raise CheckpointError(
-            f"{own.where('layer_types')} is {layer_types}: this engine supports only full_attention"
-        )
+        raise CheckpointError(f"{own.where('layer_types')} is {layer_types}: this engine supports only full_attention")
 
 
 def load_draft_config(directory: Path) -> DraftConfig:
@@ -360,8 +344,7 @@ def load_draft_config(directory: Path) -> DraftConfig:
     for key in sorted(nested.values.keys() & top.values.keys()):
         if nested.values[key] != top.values[key]:
             raise CheckpointError(
-                f"{nested.where(key)} is {nested.values[key]!r}, but {key} is {top.values[key]!r}: "
-                "expected one value"
+                f"{nested.where(key)} is {nested.values[key]!r}, but {key} is {top.values[key]!r}: expected one value"
             )
     own = Section(top.path, {**top.values, **nested.values})
     _refuse_unsupported_draft(own)
@@ -413,12 +396,8 @@ def check_draft_matches(model: ModelConfig, draft: DraftConfig) -> None:
     # A tap of the last layer is ambiguous: transformers shows that layer's output only after the final norm.
     last = layers - 2
     if wrong := [str(layer) for layer in draft.target_layer_ids if layer > last]:
-        problems.append(
-            f"the drafter taps target layer {some(wrong)}: expected layers 0 to {last} of this target"
-        )
+        problems.append(f"the drafter taps target layer {some(wrong)}: expected layers 0 to {last} of this target")
     if draft.mask_token_id >= model.vocab_size:
-        problems.append(
-            f"the drafter's mask_token_id is {draft.mask_token_id}: expected below {model.vocab_size}"
-        )
+        problems.append(f"the drafter's mask_token_id is {draft.mask_token_id}: expected below {model.vocab_size}")
     if problems:
         raise CheckpointError(*problems)

@@ -68,9 +68,7 @@ class Section:
         value = self.get(key)
         if value is not None and value not in supported:
             expected = " or ".join(json.dumps(item) for item in supported) or "no value"
-            raise CheckpointError(
-                f"{self.where(key)} is {json.dumps(value)}: this engine supports only {expected}"
-            )
+            raise CheckpointError(f"{self.where(key)} is {json.dumps(value)}: this engine supports only {expected}")
 
     def _required(self, key: str) -> Any:
         if self.values.get(key) is None:
@@ -119,9 +117,7 @@ def int4_group_size(quantization: Section) -> int:
     weights.refuse_unless("dynamic", False)
     for key, expected in (("num_bits", 4), ("type", "int"), ("symmetric", True), ("strategy", "group")):
         if weights.get(key) != expected:
-            raise CheckpointError(
-                f"{weights.where(key)} is {json.dumps(weights.get(key))}: this engine needs {INT4}"
-            )
+            raise CheckpointError(f"{weights.where(key)} is {json.dumps(weights.get(key))}: this engine needs {INT4}")
     size = weights.integer("group_size")
     if size != GROUP_SIZE:
         raise CheckpointError(f"{weights.where('group_size')} is {size}: this engine needs {INT4}")

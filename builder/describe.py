@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from builder.errors import BuildError
-from builder.roofline import Cost, Hardware, hardware_for, phase_cost, plan_costs
+from builder.roofline import Cost, Hardware, PhaseCost, hardware_for, phase_cost, plan_costs
 from plugins.core.container import decode_header, map_file, parse_json
 from plugins.core.engine_file import (
     ENGINE_FORMAT,
@@ -192,15 +192,26 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def work(flops: float) -> str:
+    """Floating point operations, e.g. "9.84 GFLOP"."""
+    for factor, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")):
+        if flops >= factor:
+            return f"{flops / factor:.2f} {unit}"
+    return f"{flops:.0f} FLOP"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as milliseconds, or microseconds below 0.1 ms, e.g. "3.43 ms"."""
+    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} \u00b5s"
+
+
 def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> str:
     """Aligned plain text. A column is (title, "<" or ">"); values are shown as `str` gives them."""
     texts = [[title for title, _ in columns], *([str(value) for value in row] for row in rows)]
     widths = [max(len(text[i]) for text in texts) for i in range(len(columns))]
     aligns = [align for _, align in columns]
     lines = [
-        "  ".join(
-            f"{cell:{align}{width}}" for cell, align, width in zip(text, aligns, widths, strict=True)
-        ).rstrip()
+        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(text, aligns, widths, strict=True)).rstrip()
         for text in texts
     ]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
@@ -245,10 +256,11 @@ def _ranks(plans: Sequence[Plan]) -> str:
 
 def _phases(plan: Plan) -> str:
     low, high = (plan_costs(plan, context) for context in contexts(plan))
-    columns = [("PHASE", "<"), ("steps", ">"), ("arena bytes", ">"), *_cost_columns(plan, COARSE)]
+    units = _units(high.values())
+    columns = [("PHASE", "<"), ("steps", ">"), ("arena bytes", ">"), *_cost_columns(plan, units)]
     rows = []
     for key, phase in plan.phases.items():
-        cells = _cost_cells(low[key].total, high[key].total, COARSE)
+        cells = _cost_cells(low[key].total, high[key].total, units)
         rows.append((key, len(phase.steps), f"{phase_arena_bytes(phase):,}", *cells))
     shared = "@N: N committed tokens for each request that the rows of a pass can serve"
     return f"{table(columns, rows)}\n{hardware_line(hardware_for(plan.arch))}\n{shared}"
@@ -268,10 +280,14 @@ def _steps(plan: Plan, key: str) -> str:
     longer = high.by_plugin()
     pairs = {name: (cost, longer[name]) for name, cost in low.by_plugin().items()}
     pairs["total"] = (low.total, high.total)
-    sums = [
-        (name, first.steps, *_cost_cells(first, second, COARSE)) for name, (first, second) in pairs.items()
-    ]
-    return f"{steps}\n\n{table([(key, '<'), ('steps', '>'), *_cost_columns(plan, COARSE)], sums)}"
+    units = _units([high])
+    sums = [(name, first.steps, *_cost_cells(first, second, units)) for name, (first, second) in pairs.items()]
+    return f"{steps}\n\n{table([(key, '<'), ('steps', '>'), *_cost_columns(plan, units)], sums)}"
+
+
+def _units(costs: Iterable[PhaseCost]) -> Units:
+    """The units in which the phases of an engine of that size have readable numbers."""
+    return COARSE if max((cost.total.seconds for cost in costs), default=0) >= 1e-3 else FINE
 
 
 def _cost_columns(plan: Plan, units: Units) -> list[tuple[str, str]]:

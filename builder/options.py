@@ -46,10 +46,9 @@ class BuildOptions:
             raise BuildError(f"--arch {self.arch}: expected one of {', '.join(ARCHS)}")
         if self.tp < 1:
             raise BuildError(f"--tp {self.tp}: expected a number of ranks, 1 or more")
-        if self.max_requests < 1 or self.max_requests > max(self.verify_buckets):
-            raise BuildError(
-                f"--max-requests {self.max_requests}: expected 1 to {max(self.verify_buckets)}, the largest verify bucket"
-            )
+        rows = max(self.verify_buckets)
+        if not 1 <= self.max_requests <= rows:
+            raise BuildError(f"--max-requests {self.max_requests}: expected 1 to {rows}, the largest verify bucket")
 
     @property
     def activations(self) -> str:

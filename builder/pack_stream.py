@@ -87,9 +87,7 @@ def pack_weights(
     names = list(plans[0].weights)
     for plan in plans:
         if list(plan.weights) != names:
-            raise BuildError(
-                f"rank {plan.rank}: expected the weights of rank {plans[0].rank} in the same order"
-            )
+            raise BuildError(f"rank {plan.rank}: expected the weights of rank {plans[0].rank} in the same order")
     files: list[_WeightsFile] = []
     try:
         try:
@@ -100,9 +98,7 @@ def pack_weights(
             return {file.path.name: file.record() for file in files}
         except OSError as error:
             where = error.filename or directory
-            raise BuildError(
-                f"{where}: {error.strerror or error}: put it right and build again to resume"
-            ) from error
+            raise BuildError(f"{where}: {error.strerror or error}: put it right and build again to resume") from error
     finally:
         for file in files:
             file.close()
@@ -119,9 +115,7 @@ def _check_space(files: Sequence[_WeightsFile], directory: Path) -> None:
         )
 
 
-def _stream(
-    files: Sequence[_WeightsFile], names: Sequence[str], sources: _Sources, progress: Progress | None
-) -> None:
+def _stream(files: Sequence[_WeightsFile], names: Sequence[str], sources: _Sources, progress: Progress | None) -> None:
     total = sum(file.container.size for file in files)
     packed = sum(file.committed for file in files)
     committer = _Worker(_WeightsFile.commit, limit=1)
@@ -324,9 +318,7 @@ class _WeightsFile:
         while start < end:
             count = os.preadv(self._fd, [self._buffer[: end - start]], start)
             if not count:
-                raise BuildError(
-                    f"{self.path}: ends at byte {start}, expected {end}: delete it and build again"
-                )
+                raise BuildError(f"{self.path}: ends at byte {start}, expected {end}: delete it and build again")
             self._on_disk.update(self._buffer[:count])
             start += count
         os.posix_fadvise(self._fd, self.committed, end - self.committed, os.POSIX_FADV_DONTNEED)
@@ -372,12 +364,7 @@ def _journal_entries(data: bytes, size: int) -> list[_JournalEntry]:
             end, digest = value["bytes"], value["blake3"]
         except (ValueError, KeyError):
             break
-        if (
-            not line.endswith(b"\n")
-            or type(end) is not int
-            or not isinstance(digest, str)
-            or not last < end <= size
-        ):
+        if not line.endswith(b"\n") or type(end) is not int or not isinstance(digest, str) or not last < end <= size:
             break
         entries.append(_JournalEntry(end, digest, position))
         last = end

@@ -56,9 +56,7 @@ class CheckpointReport:
         """For people: what is read, and what is not."""
         text = [f"{len(self.consumed):,} tensors, {self.consumed_bytes / 1e9:,.1f} GB, are read"]
         for group in self.ignored:
-            text.append(
-                f"{len(group.names):,} tensors, {group.nbytes / 1e9:,.3f} GB, are ignored: {group.reason}"
-            )
+            text.append(f"{len(group.names):,} tensors, {group.nbytes / 1e9:,.3f} GB, are ignored: {group.reason}")
         return text
 
 
@@ -174,9 +172,7 @@ def preflight_draft(checkpoint: Checkpoint, draft: DraftConfig) -> CheckpointRep
     """Check every tensor of a drafter checkpoint; raises `CheckpointError` with all findings."""
 
     def reason(name: str) -> str | None:
-        return (
-            "rotary frequencies (computed from config.json)" if name.endswith("rotary_emb.inv_freq") else None
-        )
+        return "rotary frequencies (computed from config.json)" if name.endswith("rotary_emb.inv_freq") else None
 
     return _account(checkpoint, expected_draft_tensors(draft), reason, "a DFlash drafter")
 
@@ -204,9 +200,7 @@ def _account(
     _refuse_other_formats(checkpoint, [*consumed, *unknown], expected)
     present = {info.name for info in consumed}
     missing = [name for name in expected if name not in present]
-    problems += [
-        f"{checkpoint.directory}: tensor {name} is missing: download the checkpoint again" for name in missing
-    ]
+    problems += [f"{checkpoint.directory}: tensor {name} is missing: download the checkpoint again" for name in missing]
     problems += [
         f"{checkpoint.directory / info.file}: tensor {info.name} ({info.dtype} {list(info.shape)}) has no "
         f"place in {what}: expected only tensors that config.json accounts for"
@@ -237,9 +231,7 @@ def _mismatch(checkpoint: Checkpoint, info: TensorInfo, wanted: Expected) -> str
     )
 
 
-def _refuse_other_formats(
-    checkpoint: Checkpoint, infos: list[TensorInfo], expected: Mapping[str, Expected]
-) -> None:
+def _refuse_other_formats(checkpoint: Checkpoint, infos: list[TensorInfo], expected: Mapping[str, Expected]) -> None:
     """One sentence for a checkpoint in another weight format, instead of one for each of its tensors."""
     for info in infos:
         if info.dtype.startswith("float8") or info.name.endswith(".weight_scale_inv"):

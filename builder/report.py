@@ -14,6 +14,7 @@ from string import Template
 from builder.describe import (
     buffer_bytes,
     contexts,
+    duration,
     facts,
     hardware_line,
     model_line,
@@ -22,7 +23,9 @@ from builder.describe import (
     size,
     total_bytes,
     weight_bytes,
+    work,
 )
+from builder.errors import BuildError
 from builder.report_figures import (
     GROUPS,
     Names,
@@ -56,8 +59,15 @@ KEPT_APART = 0.004  # smaller parts of the memory bar are drawn as one; the tabl
 
 
 def write_html(plans: Sequence[Plan], path: str | Path) -> None:
-    """Write the page about `plans`, all ranks of one engine, to `path`. Figures are of rank 0."""
-    Path(path).write_text(render(plans), encoding="utf-8")
+    """Write the page about `plans`, all ranks of one engine, to `path`. Figures are of rank 0.
+
+    Raises `BuildError` where `path` cannot be written.
+    """
+    page = render(plans)
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise BuildError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def render(plans: Sequence[Plan]) -> str:
@@ -88,10 +98,8 @@ def _header(plan: Plan, costs: dict[str, PhaseCost]) -> str:
     for key in ("verify[1]", "verify[8]"):
         if key in costs:
             title = f"{key}, no context, at 100 % of the hardware"
-            tiles[title] = f"{costs[key].total.seconds * 1e3:.2f} ms"
-    boxes = [
-        f'<div class="tile"><b>{text}</b><span>{escape(title)}</span></div>' for title, text in tiles.items()
-    ]
+            tiles[title] = duration(costs[key].total.seconds)
+    boxes = [f'<div class="tile"><b>{text}</b><span>{escape(title)}</span></div>' for title, text in tiles.items()]
     listed = {title: text for title, text in facts(plan).items() if title != "model"}  # that is the headline
     listed["source of rates"] = hardware_for(plan.arch).source
     rows = [f"<dt>{escape(title)}</dt><dd>{escape(text)}</dd>" for title, text in listed.items()]
@@ -129,9 +137,7 @@ def _memory(plans: Sequence[Plan]) -> str:
         note += f" <b>The engine is {size(used - hardware.memory)} too large for it.</b>"
     sums = sorted({total_bytes(other) for other in plans})
     if len(plans) > 1:
-        ranks = (
-            "All ranks hold as much" if len(sums) == 1 else f"Ranks hold {size(sums[0])} to {size(sums[-1])}"
-        )
+        ranks = "All ranks hold as much" if len(sums) == 1 else f"Ranks hold {size(sums[0])} to {size(sums[-1])}"
         note += f" {ranks}."
     return (
         f"<h2>Memory of a rank</h2><p>Weights by kind, then what is allocated once at load. {note}</p>"
@@ -145,12 +151,12 @@ def _phases(plan: Plan, at_low: dict[str, PhaseCost], at_high: dict[str, PhaseCo
         first, second = at_low[key].total, at_high[key].total
         row = [escape(key), f"{len(phase.steps):,}", size(phase_arena_bytes(phase))]
         row += [size(cost.nbytes) for cost in (first, second)]
-        row += [f"{cost.flops / 1e9:,.1f}" for cost in (first, second)]
-        row += [f"{cost.seconds * 1e3:,.3f}" for cost in (first, second)]
+        row += [work(cost.flops) for cost in (first, second)]
+        row += [duration(cost.seconds) for cost in (first, second)]
         bound = first.bound if first.bound == second.bound else f"{first.bound}, {second.bound}"
         rows.append([*row, size(first.link_bytes), bound])
     titles = ["phase", "steps", "arena"]
-    titles += [f"{what} @{context:,}" for what in ("moved", "GFLOP", "ms") for context in contexts(plan)]
+    titles += [f"{what} @{context:,}" for what in ("moved", "computed", "time") for context in contexts(plan)]
     table = _table(
         [*titles, "over the link", "bound"],
         rows,

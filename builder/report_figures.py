@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from builder.describe import size
+from builder.describe import duration, size, work
 from builder.roofline import Cost, StepCost
 from plugins.core.plan import Phase
 
@@ -24,7 +24,7 @@ GROUPS = {
     "routed experts": ("int4_marlin_gemm",),
     "dense matrices": ("dense_gemm",),
     "attention": ("mla_attention", "draft_attention"),
-    "attention, before": ("mla_prepare", "draft_kv_append"),
+    "attention inputs": ("mla_prepare", "draft_kv_append"),
     "router": ("moe_route",),
     "collectives": ("all_reduce", "all_gather"),
 }
@@ -103,30 +103,28 @@ def memory_bar(parts: Sequence[tuple[str, str, int]], capacity: int, label: str)
 
 
 def phase_bars(rows: Sequence[tuple[str, Mapping[str, Cost]]]) -> str:
-    """A horizontal bar per phase, stacked by plugin: milliseconds at 100 % of the hardware's rates."""
+    """A bar per (phase, plugin -> cost), stacked by plugin: time at 100 % of the hardware's rates."""
     left, step, bar, right = 92, 22, 14, 76
     most = max((sum(cost.seconds for cost in costs.values()) for _, costs in rows), default=0) or 1.0
     scale = (WIDTH - left - right) / most
     bottom = step * len(rows) + 4
     svg = [_open(WIDTH, bottom + 22, "Roofline time of every phase by plugin")]
-    grid = ticks(most * 1e3, 8)
-    svg += [f'<path class="grid" d="M{_n(left + tick / 1e3 * scale)} 0v{bottom}"/>' for tick in grid]
-    svg += _axis([(left + tick / 1e3 * scale, f"{tick:g} ms") for tick in grid], bottom + 16)
+    grid = ticks(most, 8)
+    svg += [f'<path class="grid" d="M{_n(left + tick * scale)} 0v{bottom}"/>' for tick in grid]
+    factor, unit = (1e3, "ms") if most >= 1e-3 else (1e6, "\u00b5s")
+    svg += _axis([(left + tick * scale, f"{tick * factor:g} {unit}") for tick in grid], bottom + 16)
     for i, (key, costs) in enumerate(rows):
         y, x = i * step + 4, float(left)
-        svg.append(
-            f'<text x="{left - 10}" y="{y + 11}" text-anchor="end" class="strong">{escape(key)}</text>'
-        )
-        for plugin, cost in costs.items():
+        svg.append(f'<text x="{left - 10}" y="{y + 11}" text-anchor="end" class="strong">{escape(key)}</text>')
+        for plugin, cost in _stacked(costs):
             width = cost.seconds * scale
-            tip = f"{key}, {plugin}: {_milliseconds(cost.seconds)}, {size(cost.nbytes)}"
-            tip += f", {cost.flops / 1e9:,.1f} GFLOP"
+            tip = f"{key}, {plugin}: {duration(cost.seconds)}, {size(cost.nbytes)}, {work(cost.flops)}"
             if width > 0.2:
                 gap = 1 if width > 3 else 0
                 svg.append(_mark(plugin_class(plugin), x, y, width - gap, bar, f' data-t="{escape(tip)}"'))
             x += width
         total = sum(cost.seconds for cost in costs.values())
-        svg.append(f'<text x="{_n(x + 7)}" y="{y + 11}">{_milliseconds(total)}</text>')
+        svg.append(f'<text x="{_n(x + 7)}" y="{y + 11}">{duration(total)}</text>')
     return "".join([*svg, "</svg>"])
 
 
@@ -154,9 +152,7 @@ def layer_bars(steps: Sequence[StepCost], names: Names, what: str) -> str:
     labels: list[tuple[float, str]] = []
     for i, (layer, column) in enumerate(columns.items()):
         x, y = left + pitch * i + (pitch - bar) / 2, float(top + height)
-        for plugin, cost in sorted(
-            column.items(), key=lambda item: (plugin_class(item[0]), item[0]), reverse=True
-        ):
+        for plugin, cost in _stacked(column):
             part = value(cost) * scale
             y -= part
             if part > 0.25:
@@ -177,9 +173,7 @@ def layer_bars(steps: Sequence[StepCost], names: Names, what: str) -> str:
     return "".join([*svg, "</svg>"])
 
 
-def arena_map(
-    values: Sequence[Lifetime], first: int, last: int, names: Names, marks: Mapping[int, str]
-) -> str:
+def arena_map(values: Sequence[Lifetime], first: int, last: int, names: Names, marks: Mapping[int, str]) -> str:
     """Steps `first` .. `last` from left to right, arena offsets upwards, a rectangle for the lifetime of a
     value.
 
@@ -212,9 +206,7 @@ def arena_map(
             svg.append(_label(plugin_class(value.plugin), x + 4, y + tall / 2 + 4, label))
     offset = pitch / 2 if pitch > 30 else 0
     labels = [(left + pitch * (at - first) + offset, text) for at, text in marks.items()]
-    if (
-        max(map(len, marks.values()), default=0) * CHARACTER + 4 > pitch > 30
-    ):  # too long to stand side by side
+    if max(map(len, marks.values()), default=0) * CHARACTER + 4 > pitch > 30:  # too long to stand side by side
         svg += _axis(labels[::2], base + 18) + _axis(labels[1::2], base + 33)
     else:
         svg += _axis(labels, base + 20)
@@ -228,7 +220,12 @@ def ticks(most: float, count: int) -> list[float]:
     rough = most / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    return [round(i * step, 12) for i in range(int(most / step + 1e-9) + 1)]
+    return [i * step for i in range(int(most / step + 1e-9) + 1)]
+
+
+def _stacked(costs: Mapping[str, Cost]) -> list[tuple[str, Cost]]:
+    """In the order of the colours, "other" last, so that stacks of different phases and layers compare."""
+    return sorted(costs.items(), key=lambda item: (plugin_class(item[0]).replace("c0", "c9"), item[0]))
 
 
 def _short(name: str) -> str:
@@ -244,10 +241,6 @@ def _tick(nbytes: float) -> str:
 
 def _label(css: str, x: float, y: float, text: str) -> str:
     return f'<text class="in on-{css}" x="{_n(x)}" y="{_n(y)}">{escape(text)}</text>'
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} µs"
 
 
 def _open(width: float, height: float, label: str) -> str:

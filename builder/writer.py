@@ -80,9 +80,7 @@ class Staging:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._release()
 
     def add_weights(
@@ -106,14 +104,10 @@ class Staging:
                 if ".weights" in entry.name and entry.name.removesuffix(".journal") not in names:
                     os.unlink(entry.path)
             missing = [plan for plan in plans if not self._reuse(plan, fingerprint)]
-        self._files.update(
-            pack_weights(missing, fingerprint, self.directory, read, done=done, progress=progress)
-        )
+        self._files.update(pack_weights(missing, fingerprint, self.directory, read, done=done, progress=progress))
         return [plan.rank for plan in missing]
 
-    def add_engines(
-        self, plans: Sequence[Plan], fingerprint: str, cubins: Mapping[str, bytes] | None = None
-    ) -> None:
+    def add_engines(self, plans: Sequence[Plan], fingerprint: str, cubins: Mapping[str, bytes] | None = None) -> None:
         """Write `rankR.engine` of every plan: the plan and the kernel images by name."""
         images = dict(sorted((cubins or {}).items()))
         for plan in plans:
@@ -179,9 +173,7 @@ class Staging:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             if partial.read_bytes() != data:
-                raise BuildError(
-                    f"{path}: reads back other than it was written: check the disk, then build again"
-                )
+                raise BuildError(f"{path}: reads back other than it was written: check the disk, then build again")
             os.rename(partial, path)
         if name != MANIFEST_NAME:
             self._files[name] = FileRecord(len(data), blake3(data).hexdigest())
@@ -231,15 +223,11 @@ class Staging:
         if not self.target.exists() and not self.target.is_symlink():
             return
         if self.target.is_symlink() or not self.target.is_dir():
-            raise BuildError(
-                f"{self.target}: expected an engine directory or nothing there: choose another -o"
-            )
+            raise BuildError(f"{self.target}: expected an engine directory or nothing there: choose another -o")
         known = set(self._files) | {MANIFEST_NAME}
         with suppress(EngineError):
             known |= set(read_manifest(self.target).files)
-        names = sorted(
-            name for name in os.listdir(self.target) if not RANK_FILE.fullmatch(name) and name not in known
-        )
+        names = sorted(name for name in os.listdir(self.target) if not RANK_FILE.fullmatch(name) and name not in known)
         # a damaged manifest lists nothing; the files that this build adds are known only when it publishes
         damaged = known == {MANIFEST_NAME} and (self.target / MANIFEST_NAME).exists()
         if names and not damaged:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PROMPTS = ROOT / "artifacts" / "k2-nano" / "heldout" / "prompts.jsonl"
 SCHEMA = 1
+AUTO = Speculation("tree", None)
 HEADER = "mode   budget  tokens/s  tokens/pass  rows/pass  as plain"
 
 
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     with Runtime.open(args.artifact, threads=threads) as runtime:
         params = SamplingParams(max_tokens=args.max_tokens)
         _run_one(runtime, prompts[0], SamplingParams(max_tokens=2), PLAIN)  # warms up
+        costs = runtime.measure_costs().to_json() if AUTO in modes else None
         results: list[dict[str, Any]] = []
         plain: list[Measured] = []
         if not quiet:
@@ -82,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         "requests": len(prompts),
         "max_tokens": args.max_tokens,
         "temperature": 0,
+        "step_costs": costs,
         "results": results,
     }
     if quiet:
@@ -95,14 +98,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _modes(budgets: str) -> list[Speculation]:
-    """Plain first, then chain and tree at each budget."""
+    """Plain first, then chain and tree at each budget; "auto" is a tree of the size that measured costs choose."""
+    words = {word.strip() for word in budgets.split(",")}
     try:
-        numbers = sorted({int(number) for number in budgets.split(",")})
+        numbers = sorted(int(word) for word in words - {"auto"})
     except ValueError:
-        raise CommandError(f"--budgets: expected numbers like 0,4,8, found {budgets!r}") from None
-    if numbers[0] < 0:
+        raise CommandError(f"--budgets: expected numbers or auto, like 0,4,8,auto, found {budgets!r}") from None
+    if numbers and numbers[0] < 0:
         raise CommandError(f"--budgets: expected numbers of at least 0, found {numbers[0]}")
-    return [PLAIN, *(Speculation(mode, n) for mode in ("chain", "tree") for n in numbers if n)]
+    modes = [PLAIN, *(Speculation(mode, n) for mode in ("chain", "tree") for n in numbers if n)]
+    return modes + [AUTO] * ("auto" in words)
 
 
 def read_prompts(path: Path, count: int, tokenizer: Tokenizer, artifact: str) -> list[Prompt]:
@@ -171,7 +176,7 @@ def summarize(
     accepted = [sum(counts) for counts in zip(*(run.stats.accepted for run in runs), strict=True)]
     return {
         "mode": "plain" if speculation.mode == "off" else speculation.mode,
-        "budget": speculation.budget or 0,
+        "budget": 0 if speculation == PLAIN else "auto" if speculation == AUTO else speculation.budget,
         "prompt_tokens": sum(run.prompt_tokens for run in runs),
         "new_tokens": sum(len(run.tokens) for run in runs),
         "tokens_per_second": round(rate(sum(len(run.tokens) - 1 for run in runs), decode_seconds), 3),

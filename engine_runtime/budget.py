@@ -65,9 +65,7 @@ class CostTable:
             raise ValueError(f"cost table: verify: expected {expected} numbers, found lines of {shape}")
         seconds = [*(s for line in self.verify for s in line), *self.draft.values()]
         if not all(0 < s < float("inf") for s in seconds) or not self.draft:
-            raise ValueError(
-                "cost table: expected every time to be a positive number of seconds, and a draft time"
-            )
+            raise ValueError("cost table: expected every time to be a positive number of seconds, and a draft time")
 
     def verify_seconds(self, rows: int, context: float) -> float:
         """Of a pass that fits `rows`: the bucket that runs, between contexts by linear interpolation.
@@ -109,9 +107,7 @@ class CostTable:
             verify = tuple(tuple(float(s) for s in line) for line in value["verify"])
             draft = {int(blocks): float(seconds) for blocks, seconds in value["draft"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"cost table: expected rows, contexts, verify and draft, found {error}"
-            ) from None
+            raise ValueError(f"cost table: expected rows, contexts, verify and draft, found {error}") from None
         return CostTable(rows, contexts, verify, draft)
 
     @staticmethod
@@ -243,9 +239,7 @@ class TreeBudget:
             return True
         plain = self.costs.verify_seconds(requests, context)
         rows = round(requests * self._rows)
-        return self.gain.drafts(
-            plain, self.costs.draft_seconds(requests) + self.costs.verify_seconds(rows, context)
-        )
+        return self.gain.drafts(plain, self.costs.draft_seconds(requests) + self.costs.verify_seconds(rows, context))
 
     def observe(self, tree: TreeResult) -> None:
         """Learn from a drafted pass that did not end the request."""

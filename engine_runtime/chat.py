@@ -51,30 +51,25 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source, globals=dict(special_names))
         except jinja2.TemplateSyntaxError as error:
-            raise ChatError(
-                f"the chat template does not parse: line {error.lineno}: {error.message}"
-            ) from None
+            raise ChatError(f"the chat template does not parse: line {error.lineno}: {error.message}") from None
 
     @classmethod
     def load(cls, directory: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
         """Reads `chat_template.jinja`, or else the `chat_template` entry of tokenizer_config.json, of
         `directory`."""
         directory = Path(directory)
+        names = {}
         try:
             config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
             file = directory / "chat_template.jinja"
             source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ChatError(f"the chat template of {directory} cannot be read: {error}") from None
+            for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+                if token := config.get(key):
+                    names[key] = token if isinstance(token, str) else token["content"]
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ChatError(f"the chat template of {directory} cannot be read: {error!r}") from None
         if not isinstance(source, str):
             raise ChatError(f"{directory} has no chat template; copy chat_template.jinja from the checkpoint")
-        tokens = {key: config.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        # an entry is the name itself or a mapping with the name as "content"
-        names = {
-            key: token["content"] if isinstance(token, dict) else token
-            for key, token in tokens.items()
-            if token
-        }
         return cls(tokenizer, source, names)
 
     def encode(
@@ -119,7 +114,7 @@ class ChatTemplate:
         guard = next((char for char in map(chr, chain(*_GUARDS)) if char not in used), None)
         if guard is None:
             raise ValueError("the messages use every private code point")
-        marks = {ord(char): char for char in self._ends}
+        marks = {ord(char): guard + char + guard for char in self._ends}
         return guard, self._template.render(_map_strings(supplied, lambda text: text.translate(marks)))
 
 
@@ -198,9 +193,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     ) -> str:
         if ensure_ascii:  # it would escape the guards, which could then not be found again
             raise jinja2.TemplateRuntimeError("tojson with ensure_ascii=true is not supported")
-        return json.dumps(
-            value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

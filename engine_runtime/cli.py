@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds give equal text")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
     drafting = generate.add_argument_group("speculation")
-    drafting.add_argument("--speculate", choices=("tree", "chain", "off"), default="tree")
+    drafting.add_argument(
+        "--speculate", choices=("tree", "chain", "off"), help="default: tree where the engine has a drafter"
+    )
     drafting.add_argument("--budget", type=int, metavar="N", help="nodes of each tree beside its root")
     output = generate.add_argument_group("output")
     output.add_argument("--stats", action="store_true", help="then print counts and times")
@@ -61,21 +63,15 @@ def _parser() -> argparse.ArgumentParser:
         help="JSON lines with id, kind and text or messages; default: K2-Nano's held-out",
     )
     bench.add_argument("--requests", type=int, default=12, metavar="N", help="prompts, default %(default)s")
-    bench.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="for each, default %(default)s"
-    )
-    bench.add_argument(
-        "--budgets", default="0,4,8,16", metavar="N,N,..", help="default %(default)s; 0 is plain"
-    )
+    bench.add_argument("--max-tokens", type=int, default=64, metavar="N", help="for each, default %(default)s")
+    bench.add_argument("--budgets", default="0,4,8,16,auto", metavar="N,N,..", help="default %(default)s; 0 is plain")
     bench.add_argument("--json", metavar="FILE", help="write the results there as well, - for stdout only")
 
     doctor = commands.add_parser("doctor", help="what this machine has and what is wrong with it")
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
     for command in (generate, bench):
-        command.add_argument(
-            "--threads", type=int, metavar="N", help="CPU threads a rank; default: share all cores"
-        )
+        command.add_argument("--threads", type=int, metavar="N", help="CPU threads a rank; default: share all cores")
     return parser
 
 
@@ -97,11 +93,13 @@ def _run(args: argparse.Namespace) -> int:
 
 def _explain(error: Exception) -> str | None:
     """The sentence for an error that is the user's or the machine's; None for a fault of this program."""
+    if isinstance(error, CommandError):
+        return str(error)
     from engine_runtime.engine import EngineError
     from engine_runtime.ranks import RankError
     from engine_runtime.tokenizer import TokenizerError
 
-    known: tuple[type[Exception], ...] = (CommandError, EngineError, RankError, TokenizerError)
+    known: tuple[type[Exception], ...] = (EngineError, RankError, TokenizerError)
     if "engine_runtime.chat" in sys.modules:
         from engine_runtime.chat import ChatError
 

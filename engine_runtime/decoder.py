@@ -41,8 +41,7 @@ class Event:
 
 @dataclass
 class _Request:
-    """prefilled: prompt tokens whose KV is written. context: mirror of `context_len`. most: tokens it may
-    generate."""
+    """prefilled: prompt tokens whose KV is written. context: mirror of `context_len`. most: tokens it may generate."""
 
     id: int
     prompt: np.ndarray
@@ -77,9 +76,7 @@ class Decoder:
         self.model = plan.settings["model"]
         self._costs = costs
         self._calibrate = calibrate
-        self._buckets = {
-            name: plan.buckets(name) for name in ("prefill", "append", "root", "draft", "verify")
-        }
+        self._buckets = {name: plan.buckets(name) for name in ("prefill", "append", "root", "draft", "verify")}
         self._check_buckets()
         self._pages = PageAllocator(self.limits)
         self._queue: deque[_Request] = deque()
@@ -98,11 +95,13 @@ class Decoder:
         for name, most in needed.items():
             if not self._buckets[name] or self._buckets[name][-1] < most:
                 found = self._buckets[name] or "none"
-                raise ValueError(
-                    f"plan: phase {name}: expected a bucket of at least {most}, found {found}, rebuild"
-                )
+                raise ValueError(f"plan: phase {name}: expected a bucket of at least {most}, found {found}, rebuild")
         if limits.draft_depth and self._buckets["append"][-1] < self._buckets["prefill"][-1]:
             raise ValueError("plan: phase append: no bucket holds a prefill chunk, rebuild the engine")
+
+    def use_costs(self, costs: CostTable | None) -> None:
+        """Take `costs` for requests that are submitted from now on."""
+        self._costs = costs
 
     # ---- requests ----
 
@@ -153,13 +152,12 @@ class Decoder:
         if len(prompt) >= self.limits.max_context:
             raise ValueError(
                 f"prompt: {len(prompt)} tokens leave no room to generate in a context of "
-                f"{self.limits.max_context}: shorten it to at most {self.limits.max_context - 1} or build with a larger --max-context"
+                f"{self.limits.max_context}: shorten it to at most {self.limits.max_context - 1} "
+                "or build with a larger --max-context"
             )
         for index, token in enumerate(prompt):
             if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt: token {index}: expected an id from 0 to {vocab_size - 1}, found {token!r}"
-                )
+                raise ValueError(f"prompt: token {index}: expected an id from 0 to {vocab_size - 1}, found {token!r}")
         return np.asarray(prompt, np.int32)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -167,9 +165,7 @@ class Decoder:
             return params.stop_ids
         ids = tuple(self.model["eos_token_ids"])
         if len(ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"eos_token_ids of the model: expected at most {MAX_STOP_IDS} ids, found {len(ids)}"
-            )
+            raise ValueError(f"eos_token_ids of the model: expected at most {MAX_STOP_IDS} ids, found {len(ids)}")
         return ids
 
     def cancel(self, request: int) -> None:
@@ -198,8 +194,7 @@ class Decoder:
         return events
 
     def _admit(self) -> None:
-        """First come, first served. A request gets all the pages it may need, so it never starves half
-        way."""
+        """First come, first served. A request gets all the pages it may need, so it never starves half way."""
         while self._queue and len(self._slots) < self.limits.max_requests:
             request = self._queue[0]
             tokens = len(request.prompt) + request.most + request.budget.most
@@ -208,9 +203,7 @@ class Decoder:
                 return
             self._queue.popleft()
             request.slot = min(set(range(self.limits.max_requests)) - set(self._slots))
-            self._pages.reserve(
-                request.slot, min(tokens, pages * self.limits.page_size, self.limits.max_context)
-            )
+            self._pages.reserve(request.slot, min(tokens, pages * self.limits.page_size, self.limits.max_context))
             self._slots[request.slot] = request
             self._reset_slot(request)
 
@@ -274,9 +267,7 @@ class Decoder:
         executor.write("request_rows", 0)
         executor.write("context_len", request.context, slot)
         if request.drafts:
-            self._write_rows(
-                "append_rows", self._bucket("append", count), np.arange(count, dtype=np.int32), -1
-            )
+            self._write_rows("append_rows", self._bucket("append", count), np.arange(count, dtype=np.int32), -1)
             self._write_rows("append_positions", self._bucket("append", count), positions, 0)
             self._write_rows("append_slots", self._bucket("append", count), slots, 0)
             self._append(count)
@@ -320,9 +311,7 @@ class Decoder:
     def _spread_budget(self, decoding: list[_Request]) -> list[_Request]:
         """Fill the tree buffers of this step; gives the requests that are worth a draft."""
         context = float(np.mean([request.context for request in decoding]))
-        wanting = [
-            r for r in decoding if r.generated + 1 < r.most and r.budget.wants_draft(len(decoding), context)
-        ]
+        wanting = [r for r in decoding if r.generated + 1 < r.most and r.budget.wants_draft(len(decoding), context)]
         share = (self.limits.max_rows - len(decoding)) // max(1, len(wanting))
         drafting = []
         for request in decoding:

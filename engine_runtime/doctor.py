@@ -169,9 +169,7 @@ class Doctor:
             total, free = int(limit), min(free, int(limit))
         found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB free"
         if free < MIN_MEMORY:
-            return Finding(
-                WARN, "memory", found, f"free memory: a build needs about {MIN_MEMORY / GIB:.0f} GiB"
-            )
+            return Finding(WARN, "memory", found, f"free memory: a build needs about {MIN_MEMORY / GIB:.0f} GiB")
         return Finding(OK, "memory", found)
 
     def _disk(self) -> Finding:
@@ -212,9 +210,7 @@ class Doctor:
         except (NoAnswer, TypeError) as error:
             if not self._cards() and not (self._root / "proc/driver/nvidia").is_dir():
                 return [], Finding(OK, "gpu", "none: CPU executor only")
-            advice = (
-                "check `dmesg` for NVRM or Xid messages, and that the driver's module and libraries match"
-            )
+            advice = "check `dmesg` for NVRM or Xid messages, and that the driver's module and libraries match"
             return [], Finding(FAIL, "gpu", f"the driver does not answer: {error}", advice)
         if gpus:
             return gpus, None
@@ -235,20 +231,16 @@ class Doctor:
     def _gpu(self, gpu: Gpu) -> Iterator[Finding]:
         name = f"gpu {gpu.index}"
         memory = f"{int(gpu.memory) / 1024:.0f} GiB" if gpu.memory.isdigit() else "memory unknown"
-        link = f", PCIe {gpu.pcie_gen} x{gpu.pcie_width}" if gpu.pcie_width else ""
+        link = f", PCIe {gpu.pcie_gen} x{gpu.pcie_width}" if gpu.pcie_width.isdigit() else ""
         found = f"{gpu.name}, compute capability {gpu.compute}, {memory}{link}"
         if gpu.compute not in KERNEL_ARCHS:
             archs = " and ".join(KERNEL_ARCHS.values())
-            yield Finding(
-                WARN, name, found, f"kernels exist for {archs} only: use an engine built with --arch cpu"
-            )
+            yield Finding(WARN, name, found, f"kernels exist for {archs} only: use an engine built with --arch cpu")
         else:
             yield Finding(OK, name, f"{found}, --arch {KERNEL_ARCHS[gpu.compute]}")
         if gpu.used.isdigit() and int(gpu.used) > BUSY_MIB:
             found = f"{int(gpu.used) / 1024:.1f} GiB in use"
-            yield Finding(
-                WARN, name, found, "end the processes that `nvidia-smi` lists, if the engine needs the room"
-            )
+            yield Finding(WARN, name, found, "end the processes that `nvidia-smi` lists, if the engine needs the room")
         widths = gpu.pcie_width, gpu.pcie_max_width
         if all(map(str.isdigit, widths)) and int(widths[0]) < int(widths[1]):
             found = f"PCIe x{widths[0]} of x{widths[1]}"
@@ -257,9 +249,7 @@ class Doctor:
     def _driver(self, gpu: Gpu) -> Finding:
         branch = gpu.driver.partition(".")[0]
         if branch.isdigit() and int(branch) < MIN_DRIVER:
-            return Finding(
-                WARN, "driver", gpu.driver, f"update the driver to {MIN_DRIVER} or newer (CUDA 13)"
-            )
+            return Finding(WARN, "driver", gpu.driver, f"update the driver to {MIN_DRIVER} or newer (CUDA 13)")
         return Finding(OK, "driver", gpu.driver or "version unknown")
 
     def _several(self, gpus: list[Gpu]) -> Iterator[Finding]:
@@ -280,13 +270,9 @@ class Doctor:
         elif peers:
             yield Finding(OK, "peer access", f"all {peers} pairs of GPUs")
         else:
-            yield Finding(
-                WARN, "peer access", "unknown", "run `nvidia-smi topo -p2p r`: every pair should be OK"
-            )
+            yield Finding(WARN, "peer access", "unknown", "run `nvidia-smi topo -p2p r`: every pair should be OK")
         if iommu:
-            advice = (
-                "peer copies through an IOMMU are slow or hang NCCL: boot with iommu=off (at least iommu=pt)"
-            )
+            advice = "peer copies through an IOMMU are slow or hang NCCL: boot with iommu=off (at least iommu=pt)"
             yield Finding(WARN, "iommu", f"on ({', '.join(iommu)})", advice)
         else:
             yield Finding(OK, "iommu", "off")
@@ -301,9 +287,7 @@ class Doctor:
         shm = self._root / "dev/shm"
         if shm.is_dir() and shutil.disk_usage(shm).total < MIN_SHM:
             found = f"{shutil.disk_usage(shm).total >> 20} MiB"
-            yield Finding(
-                WARN, "/dev/shm", found, "start the container with --ipc=host or --shm-size=8g for NCCL"
-            )
+            yield Finding(WARN, "/dev/shm", found, "start the container with --ipc=host or --shm-size=8g for NCCL")
 
     def _peers(self) -> tuple[int, int]:
         """Pairs of GPUs, and those among them that cannot read each other's memory."""
@@ -333,9 +317,7 @@ def driver_gpus() -> list[Gpu]:
     for index in range(driver.cuDeviceGetCount()[1]):
         name = driver.cuDeviceGetName(128, index)[1].split(b"\0")[0].decode()
         major, minor = (
-            driver.cuDeviceGetAttribute(
-                getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), index
-            )[1]
+            driver.cuDeviceGetAttribute(getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), index)[1]
             for part in ("MAJOR", "MINOR")
         )
         memory = driver.cuDeviceTotalMem(index)[1] >> 20

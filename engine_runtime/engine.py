@@ -98,8 +98,7 @@ def _check_layouts(base: Path, manifest: Manifest, again: str) -> None:
             )
         if here != built:
             raise EngineError(
-                f"{base}: {name} weights have layout version {built}, this runtime reads {here}: "
-                f"rebuild with `{again}`"
+                f"{base}: {name} weights have layout version {built}, this runtime reads {here}: rebuild with `{again}`"
             )
 
 
@@ -132,9 +131,7 @@ def _open(
     return data, container
 
 
-def _load_plan(
-    base: Path, manifest: Manifest, rank: int, verify: str, again: str
-) -> tuple[Plan, dict[str, bytes]]:
+def _load_plan(base: Path, manifest: Manifest, rank: int, verify: str, again: str) -> tuple[Plan, dict[str, bytes]]:
     name = engine_name(rank)
     expected = {
         "format": ENGINE_FORMAT,
@@ -149,9 +146,7 @@ def _load_plan(
         value = parse_json(container.metadata["plan"].encode())
         if value.get("version") != PLAN_VERSION:
             found = str(value.get("version"))[:40]
-            raise EngineError(
-                f"{where}: expected version {PLAN_VERSION}, found {found}: rebuild with `{again}`"
-            )
+            raise EngineError(f"{where}: expected version {PLAN_VERSION}, found {found}: rebuild with `{again}`")
         plan = Plan.from_json(value)
         _check_sizes(plan)
     except (
@@ -163,14 +158,11 @@ def _load_plan(
         OverflowError,
         RecursionError,
     ) as error:
-        raise EngineError(
-            f"{where}: malformed ({type(error).__name__}: {error}): rebuild with `{again}`"
-        ) from None
+        raise EngineError(f"{where}: malformed ({type(error).__name__}: {error}): rebuild with `{again}`") from None
     for key in ("tp", "arch", "activation_dtype"):
         if getattr(plan, key) != getattr(manifest, key):
             raise EngineError(
-                f"{where}: {key}: expected {getattr(manifest, key)}, found {getattr(plan, key)}: "
-                f"rebuild with `{again}`"
+                f"{where}: {key}: expected {getattr(manifest, key)}, found {getattr(plan, key)}: rebuild with `{again}`"
             )
     if plan.rank != rank:
         raise EngineError(f"{where}: expected rank {rank}, found {plan.rank}: rebuild with `{again}`")
@@ -213,10 +205,6 @@ def _load_weights(
     weights: dict[str, np.ndarray] = {}
     for key, entry in container.tensors.items():
         dtype = DTYPES[entry.spec.dtype][1]
-        flat = (
-            np.frombuffer(data, dtype, entry.spec.numel, entry.start)
-            if entry.spec.numel
-            else np.empty(0, dtype)
-        )
+        flat = np.frombuffer(data, dtype, entry.spec.numel, entry.start) if entry.spec.numel else np.empty(0, dtype)
         weights[key] = flat.reshape(entry.spec.shape)
     return weights

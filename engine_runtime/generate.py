@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_runtime.budget import Speculation
+from engine_runtime.budget import PLAIN, Speculation
 from engine_runtime.cli import INTERRUPTED, CommandError
 from engine_runtime.measure import Measured, acceptance, rate, run_request
 from engine_runtime.sampling import SamplingParams
@@ -33,11 +33,14 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             stop_ids=() if args.ignore_eos else None,
         )
-        speculation = Speculation(args.speculate, args.budget)
+        speculation = Speculation(args.speculate or "tree", args.budget)
     except ValueError as error:
         raise CommandError(str(error)) from None
     text = args.prompt if args.prompt_file is None else _read(args.prompt_file)
-    read_manifest(args.artifact)  # a wrong directory is told as such, not as one without a tokenizer
+    if not read_manifest(args.artifact).limits.get("draft_depth"):
+        if args.speculate in ("tree", "chain") or args.budget:
+            raise CommandError(f"{args.artifact} has no drafter: leave --speculate and --budget out")
+        speculation = PLAIN
     tokenizer = Tokenizer.load(args.artifact)
     prompt = tokenizer.encode(text) if args.chat is None else _chat_prompt(args, tokenizer)
 
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(str(error)) from None
         printer.close()
         if args.json:
-            print(json.dumps(_report(args, tokenizer, result), ensure_ascii=False))
+            print(json.dumps(_report(args, tokenizer, result, runtime), ensure_ascii=False))
         elif args.stats:
             print(f"\n{stats_table(result, runtime)}")
     if result.finish == "error":
@@ -102,7 +105,8 @@ def _without_stop(tokenizer: Tokenizer, tokens: tuple[int, ...] | list[int]) -> 
     return tuple(tokens[:-1] if tokens and tokens[-1] in tokenizer.stop_ids else tokens)
 
 
-def _report(args: argparse.Namespace, tokenizer: Tokenizer, result: Measured) -> dict[str, Any]:
+def _report(args: argparse.Namespace, tokenizer: Tokenizer, result: Measured, runtime: Runtime) -> dict[str, Any]:
+    plugins = runtime.plugin_seconds or {}
     shown = _without_stop(tokenizer, result.tokens)
     return {
         "engine": args.artifact,
@@ -117,6 +121,7 @@ def _report(args: argparse.Namespace, tokenizer: Tokenizer, result: Measured) ->
         "mean_tree_rows": round(rate(result.stats.rows, result.stats.passes), 3),
         "acceptance": acceptance(result.stats),
         "seconds": result.seconds.to_json(),
+        "plugin_seconds": {name: round(value, 6) for name, value in plugins.items()},
     }
 
 
@@ -134,9 +139,7 @@ def stats_table(result: Measured, runtime: Runtime) -> str:
     depths = acceptance(stats)
     if depths:
         lines.append("depth     reached  accepted   rate")
-        lines += [
-            f"{d['depth']:>5} {d['reached']:>11,} {d['accepted']:>9,} {d['rate']:>6.0%}" for d in depths
-        ]
+        lines += [f"{d['depth']:>5} {d['reached']:>11,} {d['accepted']:>9,} {d['rate']:>6.0%}" for d in depths]
     lines.append("time            s  share")
     for part in ("prefill", "draft", "verify", "other"):
         value = getattr(seconds, part)

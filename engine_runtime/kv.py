@@ -36,8 +36,7 @@ class PageAllocator:
 
     @property
     def capacity(self) -> int:
-        """Pages that a single request could have at most: the pool or its longest context, whichever is
-        smaller."""
+        """Pages that a single request could have at most: the pool or its longest context, whichever is smaller."""
         return min(self._limits.kv_pages - 1, self._limits.pages_per_request)
 
     def pages(self, tokens: int) -> int:
@@ -50,15 +49,12 @@ class PageAllocator:
         Raises `OutOfPages` and changes nothing where the pool is short, ValueError beyond `max_context`.
         """
         if tokens > self._limits.max_context:
-            raise ValueError(
-                f"request slot {request}: {tokens} tokens, the engine holds {self._limits.max_context}"
-            )
+            raise ValueError(f"request slot {request}: {tokens} tokens, the engine holds {self._limits.max_context}")
         table = self._tables.get(request, [])
         wanted = self.pages(tokens) - len(table)
         if wanted > len(self._free):
             raise OutOfPages(
-                f"request slot {request}: {tokens} tokens need {wanted} more pages, "
-                f"the pool has {len(self._free)} free"
+                f"request slot {request}: {tokens} tokens need {wanted} more pages, the pool has {len(self._free)} free"
             )
         if wanted > 0:
             self._tables[request] = table + [heapq.heappop(self._free) for _ in range(wanted)]

@@ -35,8 +35,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Measured:
-    """One request: tokens (a stop id included), why it ended ("stop", "length", "error", "interrupted"),
-    counts."""
+    """One request: tokens (a stop id included), why it ended ("stop", "length", "error", "interrupted"), counts."""
 
     prompt_tokens: int
     tokens: list[int]
@@ -65,8 +64,8 @@ def run_request(
 ) -> Measured:
     """Run one request to its end, on a runtime that has no other; ValueError where it cannot be taken.
 
-    on_tokens: called with each step's tokens and whether they are the last. Ctrl-C ends the request early,
-    with what it has so far.
+    on_tokens: called with each step's tokens and whether they are the last. Ctrl-C ends the request early, with what
+    it has so far.
     """
     before = runtime.seconds.to_json()
     start = time.perf_counter()

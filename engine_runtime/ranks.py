@@ -12,10 +12,11 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -87,9 +88,9 @@ def _worker(
 ) -> None:
     """A worker's life: make the object, then answer calls until the parent says stop or is gone.
 
-    It ends at the first exception: its sockets close, so that the parent's collective fails rather than
-    waits.
+    It ends at the first exception: its sockets close, so that the parent's collective fails rather than waits.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     code = 1
     try:
         pipe.send(("ok", None))  # up: the parent may wait for this rank in the rendezvous
@@ -102,7 +103,7 @@ def _worker(
                 break
             value = getattr(target, method)(*parameters, **keywords)
             pipe.send(("ok", value if method.startswith("read") else None))
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         pass  # the parent is gone
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -156,27 +157,34 @@ class RankGroup:
 
         Raises `RankError` where any rank fails, after which the group is closed.
         """
-        self._send(method, args, kwargs)
-        result = self._guard(lambda: getattr(self.target, method)(*args, **kwargs))
-        self._collect(method)
+        with self._in_step():
+            self._send(method, args, kwargs)
+            result = self._guard(lambda: getattr(self.target, method)(*args, **kwargs))
+            self._collect(method)
         return result
 
     def call_checked(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As `call`, for methods without collectives: what rank 0 refuses (raises on), the others never
-        hear of."""
-        self._check_open()
-        result = getattr(self.target, method)(*args, **kwargs)
-        self._send(method, args, kwargs)
-        self._collect(method)
-        return result
+        """As `call`, for methods without collectives: what rank 0 refuses (raises on), the others never hear of."""
+        return self.call_all(method, *args, **kwargs)[0]
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `call_checked`, for methods whose name starts with "read": results of all ranks, in rank
-        order."""
+        """As `call_checked`, for methods whose name starts with "read": results of all ranks, in rank order."""
         self._check_open()
-        result = getattr(self.target, method)(*args, **kwargs)
-        self._send(method, args, kwargs)
-        return [result, *self._collect(method)]
+        with self._in_step():
+            result = getattr(self.target, method)(*args, **kwargs)
+            self._send(method, args, kwargs)
+            return [result, *self._collect(method)]
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """An interrupt (Ctrl-C) amid a call leaves the ranks at different points: then the group is closed."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self._stop(0.0)
+            raise
 
     def _check_open(self) -> None:
         if self._closed:

@@ -17,6 +17,7 @@ from engine_runtime.engine import EngineError, load_engine
 from engine_runtime.ranks import DEFAULT_TIMEOUT, RankGroup
 from engine_runtime.sampling import SamplingParams
 from engine_runtime.stats import DecodeStats, TimeSplit
+from engine_runtime.step_costs import measure_costs
 from plugins.core.engine_file import Manifest, read_manifest
 
 if TYPE_CHECKING:
@@ -69,6 +70,12 @@ class RankRuntime:
 
     def cancel(self, request: int) -> None:
         self.decoder.cancel(request)
+
+    def measure_costs(self) -> CostTable:
+        return measure_costs(self.executor)
+
+    def use_costs(self, costs: CostTable | None) -> None:
+        self.decoder.use_costs(costs)
 
     def read_buffer(self, name: str) -> np.ndarray:
         """A copy of the persistent buffer `name`."""
@@ -140,9 +147,7 @@ class Runtime:
 
         params: one for all, or one each.
         """
-        each = (
-            [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        )
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         ids = [self.submit(p, q, speculation) for p, q in zip(prompts, each, strict=True)]
         tokens: dict[int, list[int]] = {request: [] for request in ids}
         last: dict[int, Event] = {}
@@ -157,6 +162,18 @@ class Runtime:
             Completion(tuple(tokens[i]), str(last[i].finish), last[i].error, last[i].stats or DecodeStats(0))
             for i in ids
         ]
+
+    def measure_costs(self) -> CostTable:
+        """Measure the step costs on this machine and use them for the requests that follow.
+
+        Takes about four times each verify and draft pass. Raises ValueError while requests are running and
+        for an engine without a drafter.
+        """
+        if self.busy:
+            raise ValueError("step costs can only be measured while no request is running")
+        costs: CostTable = self._group.call("measure_costs")
+        self._group.call_checked("use_costs", costs)  # all ranks decide by the times of rank 0
+        return costs
 
     def read_buffer(self, name: str) -> list[np.ndarray]:
         """Copies of the persistent buffer `name` of every rank, in rank order (bfloat16 as uint16)."""

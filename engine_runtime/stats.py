@@ -62,8 +62,7 @@ class DecodeStats:
 
 @dataclass
 class TimeSplit:
-    """Seconds spent in the passes of each part of decoding; draft includes the tree and the drafter's
-    context."""
+    """Seconds spent in the passes of each part of decoding; draft includes the tree and the drafter's context."""
 
     prefill: float = 0.0
     draft: float = 0.0

@@ -68,9 +68,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             raise TokenizerError(f"{path} line {number} is not 'base64 rank'") from None
     missing = [byte for byte in range(256) if bytes((byte,)) not in ranks]
     if missing:
-        raise TokenizerError(
-            f"{path} has no token for byte 0x{missing[0]:02x}; the file is not a byte-level BPE"
-        )
+        raise TokenizerError(f"{path} has no token for byte 0x{missing[0]:02x}; the file is not a byte-level BPE")
     if set(ranks.values()) != set(range(len(ranks))):
         raise TokenizerError(f"{path} must hold each rank 0..{len(ranks) - 1} once; the file is damaged")
     return ranks
@@ -86,9 +84,7 @@ def _read_special_tokens(path: Path, num_base: int) -> dict[str, int]:
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise TokenizerError(
-            f"{path} must be JSON with added_tokens_decoder: {{id: {{content: name}}}}"
-        ) from None
+        raise TokenizerError(f"{path} must be JSON with added_tokens_decoder: {{id: {{content: name}}}}") from None
     slots = range(num_base, num_base + NUM_SPECIAL_SLOTS)
     for token_id in names:
         if token_id not in slots:

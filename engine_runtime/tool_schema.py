@@ -53,9 +53,7 @@ def declare_tools(tools: Sequence[Mapping[str, Any]]) -> str:
         try:
             functions.append(_Function().declare(function))
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ToolSchemaError(
-                f"tool {function.get('name')!r} has no TypeScript form: {error!r}"
-            ) from None
+            raise ToolSchemaError(f"tool {function.get('name')!r} has no TypeScript form: {error!r}") from None
     if not functions:
         return ""
     return "# Tools\n\n## functions\nnamespace functions {\n" + "\n".join(functions) + "\n}\n"
@@ -97,9 +95,7 @@ class _Function:
         for definition, schema in list(self.definitions.items()):
             text = self.type_text(schema, "")
             description = schema.get("description", "")
-            parts.append(
-                (_comment(description, "") + "\n" if description else "") + f"interface {definition} {text}"
-            )
+            parts.append((_comment(description, "") + "\n" if description else "") + f"interface {definition} {text}")
         if function.get("description"):
             parts.append(_comment(function["description"], ""))
         parts.append(f"type {name} = (_: {signature}) => any;")

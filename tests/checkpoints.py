@@ -158,9 +158,7 @@ def write_config(directory: Path, config: dict[str, Any]) -> ModelConfig:
         "pad_token": "[PAD]",
     }
     tokenizer |= {"unk_token": "[UNK]", "tokenizer_class": "TikTokenTokenizer"}
-    ranks = "".join(
-        f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(_merges(base))
-    )
+    ranks = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(_merges(base)))
     (directory / "tiktoken.model").write_text(ranks)
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": base + 2}))
@@ -275,9 +273,7 @@ def make_tiny_checkpoint(
     shards = [random.layer(index, config, shape_dtype) for index in range(config.num_hidden_layers)]
     shards.append(
         {
-            "model.embed_tokens.weight": random.matrix(
-                config.vocab_size, config.hidden_size, config.hidden_size**0.5
-            ),
+            "model.embed_tokens.weight": random.matrix(config.vocab_size, config.hidden_size, config.hidden_size**0.5),
             "model.norm.weight": random.norm(config.hidden_size),
             "lm_head.weight": random.matrix(config.vocab_size, config.hidden_size, 1.5),
         }
@@ -373,10 +369,7 @@ def oracle_weights(directory: Path) -> dict[str, torch.Tensor]:
                     tensors[name.removeprefix(config.tensor_prefix)] = file.get_tensor(name)
 
     def dequantized(module: str) -> torch.Tensor:
-        parts = {
-            part: tensors.pop(f"{module}.{part}")
-            for part in ("weight_packed", "weight_scale", "weight_shape")
-        }
+        parts = {part: tensors.pop(f"{module}.{part}") for part in ("weight_packed", "weight_scale", "weight_shape")}
         return PackedQuantizationCompressor.decompress(parts, SCHEME)["weight"]
 
     for index in filter(config.is_moe_layer, range(config.num_hidden_layers)):
@@ -403,9 +396,7 @@ def oracle_model(directory: Path) -> DeepseekV3ForCausalLM:
     model = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**kept), attn_implementation="eager").float()
     model.set_experts_implementation("eager")
     # strict: a tensor without a place, or a place without a tensor, is an error
-    model.load_state_dict(
-        {name: tensor.float() for name, tensor in oracle_weights(directory).items()}, strict=True
-    )
+    model.load_state_dict({name: tensor.float() for name, tensor in oracle_weights(directory).items()}, strict=True)
     return model.eval()
 
 

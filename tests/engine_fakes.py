@@ -29,9 +29,7 @@ class RowPacker(Packer):
         rows, columns = recipe.shapes[0]
         return TensorSpec((rows // tp, columns), recipe.attrs["dtype"])
 
-    def pack(
-        self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int
-    ) -> Iterator[np.ndarray]:
+    def pack(self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int) -> Iterator[np.ndarray]:
         rows = split(read(recipe.sources[0]), 0, tp, rank)[::-1]
         for start in range(0, len(rows), self.chunk_rows):
             yield np.ascontiguousarray(rows[start : start + self.chunk_rows])
@@ -63,9 +61,7 @@ def make_plan(tp: int = 2, rank: int = 0, arch: str = "cpu", buckets: tuple[int,
     return Plan(tp, rank, arch, "float32", 4096, buffers, weights, phases, {"note": "made up"})
 
 
-def make_manifest(
-    tp: int = 2, arch: str = "cpu", weights: str = "packed", fingerprint: str = FINGERPRINT
-) -> Manifest:
+def make_manifest(tp: int = 2, arch: str = "cpu", weights: str = "packed", fingerprint: str = FINGERPRINT) -> Manifest:
     return Manifest(
         name="fake",
         model={"hidden_size": 96, "nested": {"b": 1, "a": [1.5, None]}},

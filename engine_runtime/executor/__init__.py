@@ -19,8 +19,7 @@ class Executor(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """The buffer `name` as the host sees it now (shape and storage dtype of its spec); not to be
-        written."""
+        """The buffer `name` as the host sees it now (shape and storage dtype of its spec); not to be written."""
         ...
 
     def write(self, name: str, values: Any, at: int | slice = slice(None)) -> None:

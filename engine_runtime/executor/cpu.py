@@ -62,21 +62,16 @@ class CpuExecutor:
     plan of another arch and for weights that are missing or of another spec.
     """
 
-    def __init__(
-        self, plan: Plan, weights: Mapping[str, np.ndarray] | None, comm: Communicator | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, weights: Mapping[str, np.ndarray] | None, comm: Communicator | None = None) -> None:
         if plan.arch != "cpu":
-            raise ValueError(
-                f"plan for arch {plan.arch!r}: the CPU executor runs 'cpu' plans, build with --arch cpu"
-            )
+            raise ValueError(f"plan for arch {plan.arch!r}: the CPU executor runs 'cpu' plans, build with --arch cpu")
         self.plan = plan
         self._comm: Communicator = SingleRank() if comm is None else comm
         if self._comm.world != plan.tp:
             raise ValueError(f"plan for {plan.tp} ranks: the communicator has {self._comm.world}")
         self._arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
         self.buffers = {
-            name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-            for name, spec in plan.buffers.items()
+            name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for name, spec in plan.buffers.items()
         }
         self._host = {name: _as_numpy(tensor) for name, tensor in self.buffers.items()}
         self._weights = weights
@@ -123,8 +118,7 @@ class CpuExecutor:
         self._host[name][at] = values
 
     def poison(self, phase: str) -> None:
-        """Fill the arena and the buffers that `phase` overwrites as a whole with NaN (integers: -1), for
-        tests."""
+        """Fill the arena and the buffers that `phase` overwrites as a whole with NaN (integers: -1), for tests."""
         self._arena.fill_(_POISON)
         for step in self.plan.phases[phase].steps:
             for arg in step.outputs:
@@ -158,8 +152,7 @@ class CpuExecutor:
         return data.view(TORCH_DTYPES[arg.spec.dtype]).view(arg.spec.shape)
 
     def _weight(self, step: Step, plugin: Plugin, operand: str, arg: Arg, attrs: str) -> Any:
-        """The operand as the reference takes it. Steps that prepare one weight to equal tensors share
-        them."""
+        """The operand as the reference takes it. Steps that prepare one weight to equal tensors share them."""
         default = type(plugin).prepare is Plugin.prepare
         key = (arg.name,) if default else (arg.name, step.plugin, operand, attrs)
         if key not in self._prepared:
@@ -191,8 +184,7 @@ def _store(step: BoundStep, result: Any) -> None:
     for output, value in zip(step.outputs, results, strict=True):
         if output.shape != value.shape:
             raise PluginError(
-                f"step {step.node}: {step.plugin} gave shape {list(value.shape)}, "
-                f"the plan holds {list(output.shape)}"
+                f"step {step.node}: {step.plugin} gave shape {list(value.shape)}, the plan holds {list(output.shape)}"
             )
         output.copy_(value)
 
@@ -205,9 +197,7 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
 def _as_tensor(array: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     """The same memory as a tensor of `spec`."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*not writable.*"
-        )  # weights are mapped read-only and only read
+        warnings.filterwarnings("ignore", message=".*not writable.*")  # weights are mapped read-only and only read
         tensor = torch.from_numpy(array)
     return tensor.view(TORCH_DTYPES[spec.dtype])
 

@@ -70,9 +70,7 @@ class _Memory:
             return f"the value {name!r} was overwritten by step {self.lost[name]!r}"
         for owner in self.owners:
             if owner.name == name:
-                return (
-                    f"the value {name!r} lies at bytes {owner.start} to {owner.end}, read at {start} to {end}"
-                )
+                return f"the value {name!r} lies at bytes {owner.start} to {owner.end}, read at {start} to {end}"
         return f"the value {name!r} has not been written in this phase"
 
 
@@ -80,8 +78,7 @@ Infer = Callable[[Plugin, Step], list[TensorSpec]]
 
 
 def check_plan(plan: Plan, infer: Infer | None = None) -> list[PhaseReport]:
-    """Walk every phase of `plan`; raises `PlanError` for the first thing wrong, else reports what the
-    phases do."""
+    """Walk every phase of `plan`; raises `PlanError` for the first thing wrong, else reports what the phases do."""
     infer = _CachedInfer() if infer is None else infer
     return [_check_phase(plan, phase, infer) for phase in plan.phases.values()]
 
@@ -183,9 +180,7 @@ def _check_schema(step: Step, where: str) -> Plugin:
             if arg.kind == "none" and not name.endswith("?"):
                 raise PlanError(f"{where}: {operand}: a required operand is absent")
             if operand in plugin.mutates and arg.kind not in ("buffer", "none"):
-                raise PlanError(
-                    f"{where}: {operand}: is written in place, expected a buffer, found {arg.kind}"
-                )
+                raise PlanError(f"{where}: {operand}: is written in place, expected a buffer, found {arg.kind}")
     for operand, arg in pair(plugin.outputs, step.outputs):
         if arg.kind not in ("arena", "buffer", "none"):
             raise PlanError(f"{where}: {operand}: expected an arena or buffer address, found {arg.kind!r}")
@@ -210,9 +205,7 @@ def _check_address(plan: Plan, arg: Arg, where: str) -> None:
     if arg.kind == "arena":
         start, end = _span(arg)
         if start < 0 or end > plan.arena_bytes:
-            raise PlanError(
-                f"{where}: arena bytes {start} to {end} are outside the arena of {plan.arena_bytes} bytes"
-            )
+            raise PlanError(f"{where}: arena bytes {start} to {end} are outside the arena of {plan.arena_bytes} bytes")
         if start % ARENA_ALIGNMENT:
             raise PlanError(f"{where}: arena offset {start} is not a multiple of {ARENA_ALIGNMENT}")
     elif arg.kind == "buffer":
@@ -220,9 +213,7 @@ def _check_address(plan: Plan, arg: Arg, where: str) -> None:
         if spec is None:
             raise PlanError(f"{where}: the plan has no buffer {arg.name!r}")
         if arg.spec.dtype != spec.dtype:
-            raise PlanError(
-                f"{where}: buffer {arg.name!r} holds {spec.dtype}, the step sees {arg.spec.dtype}"
-            )
+            raise PlanError(f"{where}: buffer {arg.name!r} holds {spec.dtype}, the step sees {arg.spec.dtype}")
         if arg.spec.nbytes > spec.nbytes:
             raise PlanError(f"{where}: buffer {arg.name!r} is {spec}, the step sees more: {arg.spec}")
     elif arg.kind == "weight":
@@ -234,9 +225,7 @@ def _check_address(plan: Plan, arg: Arg, where: str) -> None:
     else:
         raise PlanError(f"{where}: unknown kind of address {arg.kind!r}")
     if arg.kind != "arena" and arg.offset:
-        raise PlanError(
-            f"{where}: an offset ({arg.offset}) is only known in the arena, found in a {arg.kind}"
-        )
+        raise PlanError(f"{where}: an offset ({arg.offset}) is only known in the arena, found in a {arg.kind}")
 
 
 def _check_results(plugin: Plugin, step: Step, infer: Infer, where: str) -> None:
@@ -282,9 +271,7 @@ def _check_symmetry(first: Plan, plan: Plan) -> None:
         raise PlanError(f"{where}: weights differ from rank 0: {', '.join(odd)}")
     for name, weight in plan.weights.items():
         if weight.spec != first.weights[name].spec:
-            raise PlanError(
-                f"{where}: weight {name!r}: {weight.spec} here, {first.weights[name].spec} on rank 0"
-            )
+            raise PlanError(f"{where}: weight {name!r}: {weight.spec} here, {first.weights[name].spec} on rank 0")
     for key, phase in plan.phases.items():
         other = first.phases[key]
         if len(phase.steps) != len(other.steps):

@@ -117,9 +117,7 @@ class Manifest:
         value = asdict(self)
         value = {"schema_version": value.pop("schema_version"), **value}
         # a round trip sorts every nested table while the order of the fields stays
-        value = {
-            key: json.loads(json.dumps(item, sort_keys=True, allow_nan=False)) for key, item in value.items()
-        }
+        value = {key: json.loads(json.dumps(item, sort_keys=True, allow_nan=False)) for key, item in value.items()}
         value["manifest_blake3"] = blake3(json.dumps(value).encode()).hexdigest()
         return (json.dumps(value, indent=1) + "\n").encode()
 
@@ -187,9 +185,7 @@ def read_manifest(directory: str | Path) -> Manifest:
         return Manifest.from_bytes(path.read_bytes())
     except FileNotFoundError:
         hint = "its build did not finish, run" if staging_path(directory).is_dir() else "build one with"
-        raise EngineError(
-            f"{directory}: no engine here (expected {MANIFEST_NAME}): {hint} `{again}`"
-        ) from None
+        raise EngineError(f"{directory}: no engine here (expected {MANIFEST_NAME}): {hint} `{again}`") from None
     except OSError as error:
         raise EngineError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -206,9 +202,7 @@ def check_files(directory: str | Path, manifest: Manifest) -> None:
             if size is None:
                 raise EngineError(f"{base / name}: missing, {MANIFEST_NAME} lists it: rebuild with `{again}`")
             if size != record.bytes:
-                raise EngineError(
-                    f"{base / name}: expected {record.bytes} bytes, found {size}: rebuild with `{again}`"
-                )
+                raise EngineError(f"{base / name}: expected {record.bytes} bytes, found {size}: rebuild with `{again}`")
         strays = sorted(e for e in os.listdir(base) if RANK_FILE.fullmatch(e) and e not in manifest.files)
     except OSError as error:
         raise EngineError(f"{base}: cannot be read: {error.strerror}") from error
@@ -231,8 +225,7 @@ def check_digest(
     if found != record.blake3:
         # packed weights with the right key would be kept by the next build, hence the rm
         raise EngineError(
-            f"{path}: damaged: expected BLAKE3 {record.blake3}, found {found}: "
-            f"rebuild with `rm {path}; {again}`"
+            f"{path}: damaged: expected BLAKE3 {record.blake3}, found {found}: rebuild with `rm {path}; {again}`"
         )
 
 

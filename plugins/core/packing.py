@@ -84,7 +84,8 @@ class Packer:
         """Yield the packed bytes of `rank` in order, as contiguous arrays of a few MB to a few tens of MB each.
 
         `read(name)` gives a read-only view of a checkpoint tensor (memory-mapped, unsharded); it is called just
-        before the tensor is used, so that pages can be dropped behind the stream.
+        before the tensor is used, so that pages can be dropped behind the stream. Yielded arrays are written to
+        disk by another thread: they must not be changed afterwards. The bytes must be the same in every run.
         """
         raise NotImplementedError
 

@@ -156,8 +156,26 @@ def test_fingerprint(pristine: Path, copy: Path) -> None:
     (copy / "config.json").write_text(config + " ")
     assert Checkpoint.open(copy).fingerprint() != original
     (copy / "config.json").write_text(config)
+    assert Checkpoint.open(copy).fingerprint() == original
+    retrained = bytearray(shards(copy)[0].read_bytes())
+    retrained[-1] ^= 1
+    shards(copy)[0].write_bytes(retrained)
+    assert Checkpoint.open(copy).fingerprint() != original
     edit(shards(copy)[0], lambda tensors: tensors.update({"z": torch.zeros(1)}))
     assert Checkpoint.open(copy).fingerprint() != original
+
+
+def test_fingerprint_of_a_large_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit a sample is hashed: other bytes everywhere are noticed, and the last block is in it."""
+    monkeypatch.setattr("builder.checkpoint.SAMPLE_BYTES", 4096)
+    monkeypatch.setattr("builder.checkpoint.SAMPLE_BLOCKS", 16)
+    found = set()
+    for value, last in ((0, 0), (1, 0), (0, 1)):
+        data = torch.full((1 << 16,), value, dtype=torch.uint8)
+        data[-1] = last
+        save_file({"t": data}, tmp_path / "model.safetensors")
+        found.add(Checkpoint.open(tmp_path).fingerprint())
+    assert len(found) == 3
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -178,9 +196,7 @@ def test_truncated_shard(copy: Path) -> None:
     path = shards(copy)[1]
     size = path.stat().st_size
     os.truncate(path, size - 100)
-    assert refused(copy) == (
-        f"{path} is cut short: expected {size} bytes, found {size - 100}; download it again",
-    )
+    assert refused(copy) == (f"{path} is cut short: expected {size} bytes, found {size - 100}; download it again",)
     os.truncate(path, 50)
     assert "ends inside its header: expected at least" in refused(copy)[0]
     os.truncate(path, 4)
@@ -245,9 +261,7 @@ def test_bad_header_entries(copy: Path, change: dict[str, Any], message: str) ->
 def test_index_and_files_disagree(copy: Path) -> None:
     first, last = shards(copy)[0], shards(copy)[-1]
     edit(last, lambda tensors: tensors.pop(NORM), reindex=False)
-    assert refused(copy)[0].endswith(
-        f"tensor {NORM} should be in {last.name}, but is not: download that file again"
-    )
+    assert refused(copy)[0].endswith(f"tensor {NORM} should be in {last.name}, but is not: download that file again")
     edit(first, lambda tensors: tensors.update({NORM: torch.ones(128).bfloat16()}), reindex=False)
     assert refused(copy)[0].endswith(f"tensor {NORM} should be in {last.name}, but is in {first.name}")
     edit(first, lambda tensors: tensors.update(surplus=torch.ones(1)), reindex=False)

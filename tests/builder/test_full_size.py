@@ -29,7 +29,7 @@ def plans() -> list[Plan]:
 
 
 def test_weight_bytes_of_a_rank() -> None:
-    """76.2 GB of target (kimi-k26: attention, vocabulary, experts split; q_a, kv_a, router replicated) + 0.9 drafter."""
+    """76.2 GB of target (experts, heads, vocabulary split; q_a, kv_a, router replicated), 0.9 GB of drafter."""
     target = sum(w.spec.nbytes for name, w in plans()[0].weights.items() if name.startswith("target."))
     draft = plans()[0].weight_bytes() - target
     assert target == pytest.approx(76.2e9, rel=0.02)

@@ -64,9 +64,7 @@ def test_tensors_start_at_pages_in_upload_order(tmp_path: Path) -> None:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__")
-    starts = {
-        name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if "_pad" not in name
-    }
+    starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if "_pad" not in name}
     assert list(starts) == list(fakes.ROWS) == sorted(starts, key=lambda name: starts[name])
     assert all(start % 4096 == 0 for start in starts.values()) and len(data) % 4096 == 0
 
@@ -118,7 +116,9 @@ def test_killed_anywhere_and_resumed_is_byte_identical(tmp_path: Path, scenario:
     assert set(result["states"]) == ({"absent", "new"} if scenario == "fresh" else {"absent", "old", "new"})
 
 
-def test_resume_continues_at_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_continues_at_the_last_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_packer: fakes.RowPacker
+) -> None:
     monkeypatch.setattr(pack_stream, "COMMIT_BYTES", 10_000)
     full, plan = tmp_path / "full", fakes.make_plan(1, 0)
     full.mkdir()
@@ -127,6 +127,7 @@ def test_resume_continues_at_the_last_commit(tmp_path: Path, monkeypatch: pytest
     commits = [json.loads(line)["bytes"] for line in lines]
     assert len(commits) > 5
     expected = (full / "rank0.weights").read_bytes()
+    fake_packer.chunk_rows = 37  # so that commits lie inside chunks
 
     written: list[int] = []
     real = os.pwrite
@@ -210,9 +211,7 @@ def test_disk_full_or_broken_leaves_nothing_loadable(
     assert content(target) == good
 
 
-def test_too_little_space_is_said_before_anything_is_packed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_said_before_anything_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.statvfs(tmp_path)
 
     class Little:
@@ -273,6 +272,23 @@ def test_a_kept_file_is_never_written_to(tmp_path: Path) -> None:
     assert content(target) == before
 
 
+def test_old_artifact_comes_back_after_a_kill_between_the_renames(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    fakes.build(target)
+    before = content(target)
+    target.rename(tmp_path / ".x.replaced")
+    with pytest.raises(EngineError, match="no engine here"):
+        load_engine(target, 0)
+    with Staging(target):
+        pass
+    assert content(target) == before
+    (tmp_path / ".x.replaced").mkdir()  # killed while it deleted the old one
+    (tmp_path / ".x.replaced" / "rank1.engine").write_bytes(b"")
+    with Staging(target):
+        pass
+    assert content(target) == before and not (tmp_path / ".x.replaced").exists()
+
+
 def test_splat_engine_has_no_weights_file(tmp_path: Path) -> None:
     fakes.build(tmp_path / "x")
     fakes.build(tmp_path / "x", splat=True)
@@ -312,9 +328,7 @@ def test_a_directory_that_is_not_an_engine_is_not_replaced(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rows", [-1, 1])
-def test_packer_with_the_wrong_number_of_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_packer_with_the_wrong_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     class Wrong(fakes.RowPacker):
         def pack(self, *args: Any) -> Iterator[np.ndarray]:
             for array in super().pack(*args):

@@ -56,5 +56,7 @@ class Failing:
             time.sleep(60)
         if self.rank == 0 and self.where == "parent":
             raise RuntimeError("rank zero gives up")
+        if self.rank == 0 and self.where == "interrupt":
+            raise KeyboardInterrupt
         assert self.comm is not None
         return torch.cat(self.comm.all_gather(torch.tensor([float(self.rank)]))).tolist()

@@ -83,9 +83,7 @@ def test_speculation_is_checked(values: tuple[Any, Any]) -> None:
         ("tree", 5, TABLE, 5, 0),
     ],
 )
-def test_most_nodes_of_a_request(
-    mode: str, budget: int | None, costs: CostTable | None, most: int, width: int
-) -> None:
+def test_most_nodes_of_a_request(mode: str, budget: int | None, costs: CostTable | None, most: int, width: int) -> None:
     slot = TreeBudget(toy_limits(), Speculation(mode, budget), costs, False)
     assert (slot.most, slot.width) == (most, width)
     assert slot.adaptive == (costs is not None and budget is None)

@@ -172,9 +172,7 @@ def test_format(tiny):
 
 EVIL = st.lists(
     st.sampled_from([*SPECIAL_OFFSETS, "<|reserved_token_300|>"])
-    | st.sampled_from(
-        ["<|im_", "end|>", "<", ">", "|>", "[", "EOS]", "</think", "think>", " x ", "\ufdd0", "\ufdd1"]
-    )
+    | st.sampled_from(["<|im_", "end|>", "<", ">", "|>", "[", "EOS]", "</think", "think>", " x ", "\ufdd0", "\ufdd1"])
 ).map("".join)
 
 
@@ -202,9 +200,7 @@ def _conversation(take):
 
 
 def _tools(take):
-    properties = {
-        take() or "a": {"type": "string", "description": take(), "enum": [take()], "default": take()}
-    }
+    properties = {take() or "a": {"type": "string", "description": take(), "enum": [take()], "default": take()}}
     function = {
         "name": take(),
         "description": take(),
@@ -311,13 +307,9 @@ def _schemas():
         st.booleans(),
         st.just({}),
         common({"type": st.sampled_from(["string", "number", "integer", "boolean", "null"])}),
-        common(
-            {"type": st.just("string"), "maxLength": numbers, "minLength": numbers, "pattern": st.just("^a")}
-        ),
+        common({"type": st.just("string"), "maxLength": numbers, "minLength": numbers, "pattern": st.just("^a")}),
         common({"type": st.just("integer"), "maximum": numbers, "minimum": numbers}),
-        common(
-            {"type": st.lists(st.sampled_from(["string", "array", "object", "null", "integer"]), min_size=1)}
-        ),
+        common({"type": st.lists(st.sampled_from(["string", "array", "object", "null", "integer"]), min_size=1)}),
         common({"enum": st.lists(st.sampled_from(["x", 1, None, True]), min_size=1)}),
         common(
             {
@@ -355,9 +347,7 @@ def _objects(inner):
 @settings(max_examples=300, deadline=None)
 @given(
     functions=st.lists(
-        st.fixed_dictionaries(
-            {"name": NAMES}, optional={"description": WORDS, "parameters": _objects(_schemas())}
-        ),
+        st.fixed_dictionaries({"name": NAMES}, optional={"description": WORDS, "parameters": _objects(_schemas())}),
         max_size=3,
     )
 )
@@ -392,9 +382,7 @@ def test_declaration():
 
 def test_tools_without_typescript_form_are_declared_as_json(tiny, caplog):
     tokenizer, template = tiny
-    tools = [
-        {"type": "function", "function": {"parameters": {"properties": {"x": {"b": 1, "a": 2}}}, "name": "f"}}
-    ]
+    tools = [{"type": "function", "function": {"parameters": {"properties": {"x": {"b": 1, "a": 2}}}, "name": "f"}}]
     text = tokenizer.decode(template.encode([{"role": "user", "content": "x"}], tools))
     compact = json.dumps(tools, separators=(",", ":"), sort_keys=True)
     assert f"<|im_system|>tool_declare<|im_middle|>{compact}<|im_end|>" in text

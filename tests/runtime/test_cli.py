@@ -1,4 +1,3 @@
-import importlib.metadata
 import json
 import os
 import re
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_runtime import bench, doctor
-from engine_runtime.budget import Speculation
+from engine_runtime import bench
+from engine_runtime.budget import CostTable, Speculation
 from engine_runtime.cli import main
 from engine_runtime.decoder import Event
 from engine_runtime.engine import EngineError
@@ -28,6 +27,7 @@ TEMPLATE = (
     "{{ message.role }}<|im_middle|>{{ message.content }}<|im_end|>{%- endfor -%}<|im_assistant|>assistant<|im_middle|>"
     "{{ '<think>' if thinking else '<think></think>' }}"
 )
+COSTS = CostTable((1, 8), (0,), ((0.1, 0.2),), {1: 0.05})
 ANSWER = "héllo the 中 world"
 
 
@@ -74,6 +74,9 @@ class FakeRuntime:
         if self._left:
             return [other, Event(len(self.submitted) - 1, tokens)]
         return [Event(len(self.submitted) - 1, tokens, self.finish, self.error, self._request_stats)]
+
+    def measure_costs(self):
+        return COSTS
 
     def __enter__(self):
         return self
@@ -171,7 +174,8 @@ def test_generate_reads_a_file_or_stdin(artifact, fake, tmp_path, monkeypatch):
 
 
 def test_generate_json(artifact, fake, capsys):
-    assert main(["generate", str(artifact), "--prompt", "hey", "--json"]) == 0
+    fake.plugin_seconds = {"embed": 0.5}
+    assert main(["generate", str(artifact), "--prompt", "hey", "--json", "--stats"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     count = len(fake.answer) + 1  # with the stop id
@@ -188,7 +192,7 @@ def test_generate_json(artifact, fake, capsys):
     }
     seconds = report["seconds"]
     assert seconds["verify"] == 0.25 * passes and seconds["prefill"] == 0
-    assert report["tokens_per_second"] > 0
+    assert report["tokens_per_second"] > 0 and report["plugin_seconds"] == {"embed": 0.5}
 
 
 def test_generate_stats(artifact, fake, capsys):
@@ -264,7 +268,7 @@ def test_request_that_ends_with_an_error(artifact, fake, capsys):
         ),
         (["bench", "/nowhere"], "/nowhere: no engine here"),
         (["bench", "@", "--requests", "0"], "--requests: expected at least 1, found 0"),
-        (["bench", "@", "--budgets", "4,x"], "--budgets: expected numbers like 0,4,8, found '4,x'"),
+        (["bench", "@", "--budgets", "4,x"], "--budgets: expected numbers or auto, like 0,4,8,auto, found '4,x'"),
         (["bench", "@", "--budgets", "4,-8"], "--budgets: expected numbers of at least 0, found -8"),
         (["bench", "@", "--prompts", "/nowhere/p"], "--prompts /nowhere/p: cannot be read"),
     ],
@@ -284,9 +288,7 @@ def test_missing_tokenizer_and_template(artifact, fake, capsys):
     assert "tiktoken.model is missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "error", [EngineError("rank0.engine: digest differs"), RankError("rank 1: died\ntrace")]
-)
+@pytest.mark.parametrize("error", [EngineError("rank0.engine: digest differs"), RankError("rank 1: died\ntrace")])
 def test_engine_that_does_not_open(artifact, monkeypatch, capsys, error):
     def refuse(*_, **__):
         raise error
@@ -313,9 +315,7 @@ def test_help_is_fast_and_nothing_imports_torch():
     command, options = _python("-m", "engine_runtime", "--help", capture_output=True)
     assert subprocess.run(command, **options).returncode == 0
     assert time.perf_counter() - start < 2  # measured 0.1 s; the margin is for a loaded machine
-    program = (
-        "import sys, engine_runtime.generate, engine_runtime.bench, engine_runtime.chat; print(*sys.modules)"
-    )
+    program = "import sys, engine_runtime.generate, engine_runtime.bench, engine_runtime.chat; print(*sys.modules)"
     command, options = _python("-c", program, capture_output=True, check=True)
     assert "torch" not in subprocess.run(command, **options).stdout.split()
 
@@ -366,11 +366,11 @@ def test_bench(artifact, fake, prompts, tmp_path, capsys):
     fake.differ = True
     file = tmp_path / "bench.json"
     command = ["bench", str(artifact), "--prompts", str(prompts), "--requests", "3", "--max-tokens", "9"]
-    assert main([*command, "--budgets", "0,8,4", "--json", str(file)]) == 0
+    assert main([*command, "--budgets", "0,8,auto,4", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
     modes = [(result["mode"], result["budget"]) for result in report["results"]]
-    assert modes == [("plain", 0), ("chain", 4), ("chain", 8), ("tree", 4), ("tree", 8)]
-    assert [result["identical_to_plain"] for result in report["results"]] == [3, 3, 3, 0, 0]
+    assert modes == [("plain", 0), ("chain", 4), ("chain", 8), ("tree", 4), ("tree", 8), ("tree", "auto")]
+    assert [result["identical_to_plain"] for result in report["results"]] == [3, 3, 3, 0, 0, 0]
     count = len(fake.answer) + 1
     plain, chain = report["results"][:2]
     assert plain["new_tokens"] == chain["new_tokens"] == 3 * count
@@ -380,32 +380,45 @@ def test_bench(artifact, fake, prompts, tmp_path, capsys):
     assert set(plain["tokens_per_pass_by_kind"]) == {"code", "chat"}  # kinds in turn: c1, d1, c2
     assert len(chain["reached"]) == 2 and chain["reached"][0] >= chain["accepted"][0] > 0
     assert report["engine"] == {"path": str(artifact), "name": "toy", "arch": "cpu", "tp": 1}
+    assert report["step_costs"] == COSTS.to_json() and fake.submitted[-1][2] == Speculation("tree", None)
     assert report["requests"] == 3 and report["max_tokens"] == 9
     assert report["device"]["cpu"] and report["device"]["threads"] == fake.options["threads"] >= 1
     assert report["date"].endswith("+00:00") and "commit" in report
     # one warm-up, then every mode over the same prompts
     sent = [prompt for prompt, _, _ in fake.submitted[1:]]
-    assert len(sent) == 15 and sent[:3] * 5 == sent
+    assert len(sent) == 18 and sent[:3] * 6 == sent
     assert {params.max_tokens for _, params, _ in fake.submitted[1:]} == {9}
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split()[:3] == ["mode", "budget", "tokens/s"] and len(table) == 6
-    assert table[5].split()[:2] == ["tree", "8"] and table[5].split()[-1] == "0/3"
+    assert table[0].split()[:3] == ["mode", "budget", "tokens/s"] and len(table) == 7
+    assert table[6].split()[:2] == ["tree", "auto"] and table[6].split()[-1] == "0/3"
 
 
-def test_bench_to_stdout_and_without_a_drafter(artifact, fake, prompts, capsys):
+def _drop_drafter(artifact):
     value = json.loads((artifact / "engine.json").read_text())
     value.pop("manifest_blake3"), value.pop("schema_version")
     value["files"] = {name: FileRecord(**record) for name, record in value["files"].items()}
     (artifact / "engine.json").write_bytes(Manifest(**{**value, "limits": {"draft_depth": 0}}).to_bytes())
+
+
+def test_generate_without_a_drafter(artifact, fake, capsys):
+    _drop_drafter(artifact)
+    assert main(["generate", str(artifact), "--prompt", "x"]) == 0
+    assert fake.submitted[0][2] == Speculation("off")
+    capsys.readouterr()
+    for options in (["--speculate", "chain"], ["--budget", "4"]):
+        assert main(["generate", str(artifact), "--prompt", "x", *options]) == 1
+        assert "has no drafter: leave --speculate and --budget out" in capsys.readouterr().err
+
+
+def test_bench_to_stdout_and_without_a_drafter(artifact, fake, prompts, capsys):
+    _drop_drafter(artifact)
     assert main(["bench", str(artifact), "--prompts", str(prompts), "--json", "-"]) == 0
     out, err = capsys.readouterr()
     assert [result["mode"] for result in json.loads(out)["results"]] == ["plain"]
     assert "has no drafter" in err
 
 
-@pytest.mark.parametrize(
-    "line", ["{", "3", '{"kind": "code"}', '{"text": "x"}', '{"kind": "code", "text": 3}']
-)
+@pytest.mark.parametrize("line", ["{", "3", '{"kind": "code"}', '{"text": "x"}', '{"kind": "code", "text": 3}'])
 def test_bench_refuses_a_malformed_prompt_file(artifact, fake, prompts, capsys, line):
     prompts.write_text('{"kind": "code", "text": "x"}\n' + line + "\n")
     assert main(["bench", str(artifact), "--prompts", str(prompts)]) == 1
@@ -426,129 +439,3 @@ def test_commit_is_this_repository(monkeypatch, tmp_path):
     assert found is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", found)
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     assert bench.commit() is None
-
-
-# ---- doctor
-
-SMI = "0, NVIDIA RTX PRO 6000 Blackwell, 12.0, 97887, 4, 580.95.05, 5, 16, 16, 00000000:01:00.0\n"
-TOPOLOGY = " \t\x1b[4mGPU0\tGPU1\x1b[0m\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n  OK   = Status Ok\n"
-
-
-class Machine:
-    """A made-up machine: a file tree, and what nvidia-smi prints (an exception: what it raises)."""
-
-    def __init__(self, root, smi=None, topology=TOPOLOGY, missing=()):
-        self.root, self.smi, self.topology, self.missing = root, smi, topology, missing
-        (root / "proc").mkdir()
-        (root / "proc/meminfo").write_text("MemTotal:  33554432 kB\nMemAvailable: 16777216 kB\n")
-        (root / "proc/cpuinfo").write_text("model name\t: A CPU\nflags\t\t: fpu avx2 amx_bf16\n")
-
-    def write(self, path, text=""):
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-    def command(self, command):
-        answer = self.smi if command[1].startswith("--query-gpu") else self.topology
-        if answer is None:
-            raise FileNotFoundError
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def examine(self):
-        def version(package):
-            return None if package in self.missing else "1.0"
-
-        found = doctor.Doctor(self.root, self.command, version).examine()
-        assert all(bool(finding.advice) == (finding.status != "OK") for finding in found)
-        return {(finding.name, finding.status): finding for finding in found}
-
-
-def test_doctor_without_a_gpu(tmp_path):
-    found = Machine(tmp_path).examine()
-    assert {status for _, status in found} == {"OK"}
-    assert found["gpu", "OK"].found == "none: CPU executor only"
-    assert found["cpu", "OK"].found.startswith("A CPU, ") and "avx2, amx_bf16" in found["cpu", "OK"].found
-    assert found["memory", "OK"].found == "32.0 GiB, 16.0 GiB free"
-
-
-def test_doctor_host_troubles(tmp_path):
-    machine = Machine(tmp_path, missing=("torch", "tiktoken", "onnx"))
-    machine.write("sys/fs/cgroup/memory.max", str(2 << 30))
-    found = machine.examine()
-    assert found["torch", "FAIL"].advice.startswith("pip install torch")
-    assert found["tiktoken", "FAIL"].advice == "pip install tiktoken: needed for text"
-    assert found["memory", "WARN"].found == "2.0 GiB, 2.0 GiB free"
-    assert ("onnx", "WARN") not in found  # only needed to build
-
-
-def test_doctor_card_without_a_driver(tmp_path):
-    machine = Machine(tmp_path)
-    machine.write("sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
-    machine.write("sys/bus/pci/devices/0000:01:00.0/class", "0x030200\n")
-    machine.write("sys/bus/pci/devices/0000:01:00.1/vendor", "0x10de\n")
-    machine.write("sys/bus/pci/devices/0000:01:00.1/class", "0x040300\n")  # its sound device
-    assert machine.examine()["gpu", "WARN"].found == "1 NVIDIA card(s) on the PCI bus, no driver"
-    machine.smi = doctor.NoAnswer("nvidia-smi: Driver/library version mismatch")
-    assert "Driver/library version mismatch" in machine.examine()["gpu", "FAIL"].found
-
-
-def test_doctor_tool_without_a_card(tmp_path):
-    """Images for GPUs hold nvidia-smi; run on a machine without one they are CPU machines like any other."""
-    machine = Machine(tmp_path, smi=doctor.NoAnswer("nvidia-smi has failed"))
-    assert machine.examine()["gpu", "OK"].found == "none: CPU executor only"
-
-
-def test_doctor_one_healthy_gpu(tmp_path):
-    found = Machine(tmp_path, SMI, missing=("torch",)).examine()
-    assert {status for _, status in found} == {"OK"}  # torch is not needed
-    assert found["gpu 0", "OK"].found == (
-        "NVIDIA RTX PRO 6000 Blackwell, compute capability 12.0, 96 GiB, PCIe 5 x16, --arch sm_120a"
-    )
-    assert found["driver", "OK"].found == "580.95.05" and ("peer access", "OK") not in found
-
-
-def test_doctor_gpu_troubles(tmp_path):
-    line = "0, NVIDIA A100, 8.0, 40960, 30000, 550.54, 4, 8, 16, 00000000:01:00.0\n"
-    machine = Machine(tmp_path, line, missing=("cuda-core",))
-    found = doctor.Doctor(tmp_path, machine.command, lambda p: None if p == "cuda-core" else "1").examine()
-    warnings = [(finding.name, finding.found) for finding in found if finding.status == "WARN"]
-    assert warnings == [
-        ("cuda-core", "missing"),
-        ("gpu 0", "NVIDIA A100, compute capability 8.0, 40 GiB, PCIe 4 x8"),
-        ("gpu 0", "29.3 GiB in use"),
-        ("gpu 0", "PCIe x8 of x16"),
-        ("driver", "550.54"),
-    ]
-
-
-def test_doctor_several_gpus(tmp_path):
-    two = SMI + SMI.replace("0, ", "1, ", 1)
-    machine = Machine(tmp_path, two)
-    found = machine.examine()
-    assert found["peer access", "OK"].found == "all 1 pairs of GPUs" and ("iommu", "OK") in found
-    machine.topology = TOPOLOGY.replace("X\tOK", "X\tCNS").replace("OK\tX", "CNS\tX")
-    machine.smi = two.replace("97887", "48000", 1)
-    machine.write("sys/class/iommu/dmar0/x")
-    machine.write("sys/module/nvidia_uvm/parameters/uvm_disable_hmm", "N\n")
-    found = machine.examine()
-    assert "ForceP2P=0x11" in found["peer access", "WARN"].advice
-    assert found["iommu", "WARN"].found == "on (dmar0)"
-    assert {("gpus", "WARN"), ("uvm_disable_hmm", "WARN")} <= set(found)
-    machine.topology = doctor.NoAnswer("nvidia-smi: no")
-    assert machine.examine()["peer access", "WARN"].found == "unknown"
-
-
-def test_doctor_command(capsys, monkeypatch):
-    code = main(["doctor", "--json"])
-    report = json.loads(capsys.readouterr().out)
-    statuses = [finding["status"] for finding in report["findings"]]
-    assert report["status"] == max(statuses, key=("OK", "WARN", "FAIL").index)
-    assert code == (report["status"] == "FAIL")
-    versions = {finding["name"]: finding["found"] for finding in report["findings"]}
-    assert versions["numpy"] == importlib.metadata.version("numpy")
-    bad = doctor.Finding("FAIL", "python", "2.7", "use Python 3.11 or newer")
-    monkeypatch.setattr(doctor.Doctor, "examine", lambda self: [bad])
-    assert main(["doctor"]) == 1
-    assert capsys.readouterr().out == "FAIL  python  2.7\n              -> use Python 3.11 or newer\n"

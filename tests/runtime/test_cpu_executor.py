@@ -18,9 +18,7 @@ from tests.runtime.plans import EPS, HIDDEN, ROWS, VOCAB, change_arg, small_plan
 
 def expected_logits(weights: dict[str, np.ndarray], tokens: list[int]) -> torch.Tensor:
     """float64, from the definition of the operators."""
-    table, norm, head = (
-        torch.from_numpy(bf16_to_f32(weights[n])).double() for n in ("table", "norm", "head")
-    )
+    table, norm, head = (torch.from_numpy(bf16_to_f32(weights[n])).double() for n in ("table", "norm", "head"))
     return torch.nn.functional.rms_norm(table[tokens], (HIDDEN,), norm, EPS) @ head.T
 
 
@@ -70,8 +68,7 @@ def test_bfloat16_activations() -> None:
         plan = change_arg(plan, node, side, 0, spec=spec)
     phase = plan.phases["verify[4]"]
     steps = tuple(
-        replace(s, attrs={**s.attrs, "out_dtype": "bfloat16"}) if s.node == "embed" else s
-        for s in phase.steps
+        replace(s, attrs={**s.attrs, "out_dtype": "bfloat16"}) if s.node == "embed" else s for s in phase.steps
     )
     plan = replace(plan, phases={phase.key: replace(phase, steps=steps)}, activation_dtype="bfloat16")
     executor = CpuExecutor(plan, small_weights())
@@ -98,9 +95,7 @@ def test_profile_names_every_step() -> None:
 def test_a_result_of_another_shape_is_refused() -> None:
     plan = change_arg(small_plan(), "head", "outputs", 0, spec=TensorSpec((1, VOCAB), "float32"))
     executor = CpuExecutor(plan, small_weights())
-    with pytest.raises(
-        PluginError, match=r"step head: dense_gemm gave shape \[4, 32\], the plan holds \[1, 32\]"
-    ):
+    with pytest.raises(PluginError, match=r"step head: dense_gemm gave shape \[4, 32\], the plan holds \[1, 32\]"):
         executor.run("verify[4]")
 
 

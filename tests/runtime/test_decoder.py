@@ -61,9 +61,7 @@ def test_a_plan_without_the_buckets_is_refused() -> None:
         ("draft[8]", "phase draft: expected a bucket of at least 8"),
         ("root[8]", "phase root: expected a bucket of at least 1, found none"),
     ):
-        executor.plan = Plan(
-            **{**vars(plan), "phases": {k: p for k, p in plan.phases.items() if k != missing}}
-        )
+        executor.plan = Plan(**{**vars(plan), "phases": {k: p for k, p in plan.phases.items() if k != missing}})
         with pytest.raises(ValueError, match=sentence):
             Decoder(executor)
 
@@ -157,9 +155,7 @@ def test_a_reused_slot_starts_afresh() -> None:
 def test_requests_come_and_go() -> None:
     """Churn: random submits and cancels; every request that ends has the text that it has alone."""
     rng = np.random.default_rng(4)
-    limits = toy_limits(
-        max_requests=3, max_rows=24, page_size=8, kv_pages=30, max_context=96, prefill_chunk=7
-    )
+    limits = toy_limits(max_requests=3, max_rows=24, page_size=8, kv_pages=30, max_context=96, prefill_chunk=7)
     executor = ToyExecutor(limits)
     decoder = Decoder(executor)
     requests: dict[int, tuple[list[int], SamplingParams]] = {}

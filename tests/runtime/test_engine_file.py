@@ -89,9 +89,7 @@ def test_every_flipped_bit_and_every_truncation_is_refused(engine: Path, name: s
     header = 8 + int.from_bytes(good[:8], "little")
     for _ in range(170):
         # most flips go to the first bytes and the header, where they could do more than change a weight
-        position = rng.randrange(
-            min(len(good), rng.choice([16, header, len(good)])) if header < 1 << 40 else len(good)
-        )
+        position = rng.randrange(min(len(good), rng.choice([16, header, len(good)])) if header < 1 << 40 else len(good))
         data = bytearray(good)
         data[position] ^= 1 << rng.randrange(8)
         path.write_bytes(data)

@@ -132,9 +132,7 @@ def test_cost_rule_and_calibration_change_no_text(plain: tuple[list, list[Text]]
     found, decoder = decode(ToyExecutor(toy_limits()), requests, Speculation("tree"), costs)
     assert found == texts
     assert decoder.stats.drafted_passes > 0
-    assert (
-        decode(ToyExecutor(toy_limits()), requests[:40], Speculation("tree", 8), None, True)[0] == texts[:40]
-    )
+    assert decode(ToyExecutor(toy_limits()), requests[:40], Speculation("tree", 8), None, True)[0] == texts[:40]
 
 
 def test_modes_mixed_in_one_batch(plain: tuple[list, list[Text]]) -> None:
@@ -152,9 +150,7 @@ def test_modes_mixed_in_one_batch(plain: tuple[list, list[Text]]) -> None:
 
 
 @pytest.mark.parametrize(("slots", "rows"), [(1, 1), (1, 65), (2, 3), (3, 7), (8, 8), (5, 33)])
-def test_any_shape_of_engine_gives_the_same_text(
-    plain: tuple[list, list[Text]], slots: int, rows: int
-) -> None:
+def test_any_shape_of_engine_gives_the_same_text(plain: tuple[list, list[Text]], slots: int, rows: int) -> None:
     """Slots, rows and pages limit how much is decoded at once, never what."""
     requests, texts = (part[:30] for part in plain)
     limits = toy_limits(max_requests=slots, max_rows=rows, kv_pages=16, page_size=8, prefill_chunk=5)
@@ -164,9 +160,7 @@ def test_any_shape_of_engine_gives_the_same_text(
 def test_stop_id_at_every_path_index() -> None:
     """The text ends after the first stop id wherever it falls in the accepted path."""
     depth = toy_limits().draft_depth
-    requests = [
-        (p, params(i, 0.7, 1.0, max_tokens=24, stop_ids=())) for i, p in enumerate(prompts(12, seed=5))
-    ]
+    requests = [(p, params(i, 0.7, 1.0, max_tokens=24, stop_ids=())) for i, p in enumerate(prompts(12, seed=5))]
     texts, _ = decode(ToyExecutor(toy_limits()), requests, PLAIN)
     cut: list[tuple[list[int], SamplingParams]] = []
     expected: list[Text] = []
@@ -185,9 +179,9 @@ def test_stop_id_at_every_path_index() -> None:
 
 def test_max_tokens_at_every_path_index() -> None:
     prompt = prompts(1, seed=6)[0]
-    (tokens, _), *_ = decode(
-        ToyExecutor(toy_limits()), [(prompt, SamplingParams(max_tokens=20, stop_ids=()))], PLAIN
-    )[0]
+    (tokens, _), *_ = decode(ToyExecutor(toy_limits()), [(prompt, SamplingParams(max_tokens=20, stop_ids=()))], PLAIN)[
+        0
+    ]
     requests = [(prompt, SamplingParams(max_tokens=most, stop_ids=())) for most in range(1, 21)]
     for speculation in (Speculation("chain"), Speculation("tree", 20)):
         found, _ = decode(ToyExecutor(toy_limits(), toy.right_drafter), requests, speculation)

@@ -186,17 +186,13 @@ CORRUPTIONS: list[tuple[str, Callable[[Plan], Plan], str]] = [
     ),
     (
         "in place outside a buffer",
-        lambda p: change_step(
-            p, "compact", inputs=(*find_step(p, "compact").inputs[:4], arena("k", 0, 1, 8, 4))
-        ),
+        lambda p: change_step(p, "compact", inputs=(*find_step(p, "compact").inputs[:4], arena("k", 0, 1, 8, 4))),
         "kv_pool: is written in place, expected a buffer, found arena",
     ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("corrupt", "sentence"), [c[1:] for c in CORRUPTIONS], ids=[c[0] for c in CORRUPTIONS]
-)
+@pytest.mark.parametrize(("corrupt", "sentence"), [c[1:] for c in CORRUPTIONS], ids=[c[0] for c in CORRUPTIONS])
 def test_corruption_is_found_and_named(corrupt: Callable[[Plan], Plan], sentence: str) -> None:
     with pytest.raises(PlanError) as caught:
         check_plan(corrupt(small_plan()))
@@ -210,9 +206,7 @@ def test_two_outputs_in_one_place() -> None:
     both = find_step(plan, "sum")
     norm = Arg("weight", "norm", 0, plan.weights["norm"].spec)
     residual = arena("x", 0, ROWS, HIDDEN)
-    same = change_step(
-        plan, "sum", inputs=(*both.inputs, residual, norm), outputs=(*both.outputs, both.outputs[0])
-    )
+    same = change_step(plan, "sum", inputs=(*both.inputs, residual, norm), outputs=(*both.outputs, both.outputs[0]))
     with pytest.raises(PlanError, match="sum: overlaps normed"):
         check_plan(same)
 

@@ -74,6 +74,15 @@ def test_a_failing_rank_is_named(where: str, sentence: str) -> None:
         group.call("work")
 
 
+def test_an_interrupted_call_closes_the_group() -> None:
+    group = RankGroup(2, Failing, ("interrupt",), TIMEOUT)
+    with pytest.raises(KeyboardInterrupt):
+        group.call("work")
+    assert not multiprocessing.active_children()
+    with pytest.raises(RankError, match="closed"):
+        group.call("count")
+
+
 def test_a_silent_rank_is_given_up() -> None:
     group = RankGroup(2, Failing, ("hang",), 8.0)
     start = time.monotonic()

@@ -165,9 +165,7 @@ class ToyExecutor:
             context = self.context(slot, length)
             start = int(self.host["draft_start"][slot])
             drafted = self.draft_kv[0, self.slots(slot, np.arange(start, length))]
-            assert np.array_equal(drafted, np.stack([context[start:], np.arange(start, length)], 1)), (
-                "draft context"
-            )
+            assert np.array_equal(drafted, np.stack([context[start:], np.arange(start, length)], 1)), "draft context"
             tokens = [*context, int(self.host["anchor"][slot])]
             logits, ids, total = self.drafter(self, slot, tokens)
             candidates[block, :, :top_k] = logits
@@ -205,9 +203,7 @@ class ToyExecutor:
         buffers = self.buffers
         operands = [buffers["logits"][:rows], buffers["positions"][:rows], buffers["row_request"][:rows]]
         buffers["sampled"][:rows] = self._sample([*operands, *(buffers[n] for n in names)])
-        self._accept(
-            [buffers["sampled"][:rows], *(buffers[n] for n in get_plugin("ddtree_accept").inputs[1:])]
-        )
+        self._accept([buffers["sampled"][:rows], *(buffers[n] for n in get_plugin("ddtree_accept").inputs[1:])])
         pool = torch.from_numpy(self.kv)
         self._compact([*(buffers[n] for n in get_plugin("kv_compact").inputs[:-1]), pool])
 
@@ -257,9 +253,7 @@ def _ranked(scores: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray, np.
     return np.take_along_axis(scores, ids, 1), ids, total
 
 
-def _scores(
-    toy: ToyExecutor, slot: int, tokens: Sequence[int], choose: Callable[[list[int]], int]
-) -> np.ndarray:
+def _scores(toy: ToyExecutor, slot: int, tokens: Sequence[int], choose: Callable[[list[int]], int]) -> np.ndarray:
     """[D, V] scores whose best token at each depth is `choose(tokens so far)`, followed as a chain."""
     chain = list(tokens)
     scores = np.zeros((toy.limits.draft_depth, toy.vocab), np.float32)
@@ -279,30 +273,20 @@ def good_drafter(toy: ToyExecutor, slot: int, tokens: list[int]) -> tuple[np.nda
     return _ranked(scores, toy.limits.tree_top_k)
 
 
-def right_drafter(
-    toy: ToyExecutor, slot: int, tokens: list[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def right_drafter(toy: ToyExecutor, slot: int, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """First choice: exactly what the target will draw."""
-    return _ranked(
-        _scores(toy, slot, tokens, lambda chain: toy.true_token(slot, chain)), toy.limits.tree_top_k
-    )
+    return _ranked(_scores(toy, slot, tokens, lambda chain: toy.true_token(slot, chain)), toy.limits.tree_top_k)
 
 
-def wrong_drafter(
-    toy: ToyExecutor, slot: int, tokens: list[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def wrong_drafter(toy: ToyExecutor, slot: int, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The token that the target will draw is not among the first depth's candidates."""
     scores = _scores(toy, slot, tokens, lambda chain: int(toy.target_logits(chain).argmax()))
     scores[0, toy.true_token(slot, tokens)] = -1000
     return _ranked(scores, toy.limits.tree_top_k)
 
 
-def random_drafter(
-    toy: ToyExecutor, slot: int, tokens: list[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    noise = hash32(
-        np.arange(toy.limits.draft_depth * toy.vocab, dtype=np.uint32), len(tokens) * 31 + tokens[-1]
-    )
+def random_drafter(toy: ToyExecutor, slot: int, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    noise = hash32(np.arange(toy.limits.draft_depth * toy.vocab, dtype=np.uint32), len(tokens) * 31 + tokens[-1])
     scores = noise.astype(np.float32).reshape(toy.limits.draft_depth, toy.vocab) / np.float32(2**30)
     return _ranked(scores, toy.limits.tree_top_k)
 
@@ -313,18 +297,14 @@ def eos_drafter(toy: ToyExecutor, slot: int, tokens: list[int]) -> tuple[np.ndar
     return _ranked(scores, toy.limits.tree_top_k)
 
 
-def repeat_drafter(
-    toy: ToyExecutor, slot: int, tokens: list[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def repeat_drafter(toy: ToyExecutor, slot: int, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same candidates, all equally likely, at every depth: the last token first."""
     scores = np.zeros((toy.limits.draft_depth, toy.vocab), np.float32)
     scores[:, tokens[-1]] = 1e-3
     return _ranked(scores, toy.limits.tree_top_k)
 
 
-def sparse_drafter(
-    toy: ToyExecutor, slot: int, tokens: list[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sparse_drafter(toy: ToyExecutor, slot: int, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Only two candidates at each depth have a finite logit (a masked or pruned vocabulary)."""
     logits, ids, _ = good_drafter(toy, slot, tokens)
     logits[:, 2:] = -np.inf

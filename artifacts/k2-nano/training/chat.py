@@ -12,7 +12,6 @@ from typing import Any
 
 import jinja2
 import jinja2.sandbox
-
 from tokenizer import CHECKPOINT
 
 READ_TOOL = {

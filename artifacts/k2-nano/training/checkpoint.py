@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from draft_model import Draft
 from model import Target, dequantize, quantize
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 PREFIX = "language_model."
 SHARDS = 3

@@ -17,11 +17,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 import chat
+import numpy as np
 import tokenizer
+import torch
 from checkpoint import load_draft, load_target
 from draft_model import Draft
 from model import Target

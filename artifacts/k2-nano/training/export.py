@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 
 import torch
-
 from checkpoint import save_draft, save_target, text_config
 from draft_model import Draft
 from model import Target

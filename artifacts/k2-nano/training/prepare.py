@@ -16,9 +16,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import chat
+import numpy as np
 import tokenizer
 
 HERE = Path(__file__).resolve().parent

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from tokenizer import BASE
+from torch import Tensor
 
 EOS = BASE + 1
 

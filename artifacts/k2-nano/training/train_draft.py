@@ -16,13 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from checkpoint import load_draft, load_target, save_draft
 from draft_model import Draft
 from model import Target
 from optim import learning_rate, make_optimizers
 from stream import Clock, Stream
+from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 LOG_EVERY = 100  # steps

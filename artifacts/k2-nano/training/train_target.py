@@ -16,12 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from checkpoint import load_target, save_target, text_config
 from model import Target
 from optim import learning_rate, make_optimizers
 from stream import Clock, Stream
+from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 LOG_EVERY = 100  # steps; the clock is read as often as every CLOCK_EVERY steps
