@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from engine_runtime.runtime import Runtime
 
     quiet = args.json == "-"
-    threads = args.threads or max(1, usable_cores() // manifest.tp)
-    with Runtime.open(args.artifact, threads=threads) as runtime:
+    with Runtime.open(args.artifact, threads=args.threads) as runtime:
         params = SamplingParams(max_tokens=args.max_tokens)
         _run_one(runtime, prompts[0], SamplingParams(max_tokens=2), PLAIN)  # warms up
         costs = runtime.measure_costs().to_json() if AUTO in modes else None
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         "schema": SCHEMA,
         "engine": {"path": args.artifact, "name": manifest.name, "arch": manifest.arch, "tp": manifest.tp},
         "checkpoint_fingerprint": manifest.checkpoint_fingerprint,
-        "device": {"cpu": cpu_model(), "cores": usable_cores(), "threads": threads},
+        "device": {"cpu": cpu_model(), "cores": usable_cores(), "threads": args.threads},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "requests": len(prompts),

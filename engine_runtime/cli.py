@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
     for command in (generate, bench):
-        command.add_argument("--threads", type=int, metavar="N", help="CPU threads a rank; default: share all cores")
+        command.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads a rank (default 1)")
     return parser
 
 
@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
         from engine_runtime import doctor
 
         return doctor.run(as_json=args.json)
-    if args.threads is not None and args.threads < 1:
+    if args.threads < 1:
         raise CommandError(f"--threads: expected at least 1, found {args.threads}")
     if args.command == "generate":
         from engine_runtime import generate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +92,7 @@ class Runtime:
     def open(
         directory: str | Path,
         tp: int | None = None,
-        threads: int | None = None,
+        threads: int = 1,
         *,
         verify: str = "digest",
         costs: CostTable | None = None,
@@ -103,11 +102,11 @@ class Runtime:
     ) -> Runtime:
         """Open the engine in `directory` on this machine's CPUs, one process a rank.
 
-        tp: ranks, if the caller insists on a number (the engine's own is used). threads: of each rank; None
-        shares the cores among the ranks. verify: "digest" or "size", see `load_engine`. costs: step times
-        for the cost rule. calibrate: see `Decoder`. profile: add up seconds by plugin (`plugin_seconds`).
-        timeout: seconds after which a silent rank is given up. Raises `EngineError` for an engine that
-        cannot be used, `RankError` where a rank fails.
+        tp: ranks, if the caller insists on a number (the engine's own is used). threads: of each rank; the
+        operators of a small model are too short to share. verify: "digest" or "size", see `load_engine`.
+        costs: step times for the cost rule. calibrate: see `Decoder`. profile: add up seconds by plugin
+        (`plugin_seconds`). timeout: seconds after which a silent rank is given up. Raises `EngineError` for
+        an engine that cannot be used, `RankError` where a rank fails.
         """
         manifest = read_manifest(directory)
         if tp is not None and tp != manifest.tp:
@@ -115,8 +114,6 @@ class Runtime:
                 f"{directory}: built for {manifest.tp} ranks, started with {tp}: "
                 f"rebuild with `python build.py CHECKPOINT -o {directory} --tp {tp}`"
             )
-        if threads is None:
-            threads = max(1, (os.cpu_count() or 1) // manifest.tp)
         options = RankOptions(str(directory), threads, verify, costs, calibrate, profile)
         return Runtime(manifest, RankGroup(manifest.tp, RankRuntime, (options,), timeout))
 

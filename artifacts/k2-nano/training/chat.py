@@ -109,7 +109,11 @@ def conversation(node: ast.FunctionDef, text: str, summary: str, path: str, kind
         bare_node.body = node.body[1:] or [ast.Pass()]
         bare = ast.unparse(bare_node)
         question = {"role": "user", "content": f"What does this function do?\n```python\n{bare}\n```"}
-        return {"messages": [question, {"role": "assistant", "content": summary}], "tools": None, "thinking": False}
+        return {
+            "messages": [question, {"role": "assistant", "content": summary}],
+            "tools": None,
+            "thinking": False,
+        }
     call_id = "functions.read_symbol:0"
     arguments = _tojson({"path": path, "symbol": node.name})
     messages = [
@@ -119,7 +123,11 @@ def conversation(node: ast.FunctionDef, text: str, summary: str, path: str, kind
             "content": "",
             "reasoning_content": f"I should read `{node.name}` in {path} first.",
             "tool_calls": [
-                {"id": call_id, "type": "function", "function": {"name": "read_symbol", "arguments": arguments}}
+                {
+                    "id": call_id,
+                    "type": "function",
+                    "function": {"name": "read_symbol", "arguments": arguments},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": call_id, "content": text},

@@ -84,7 +84,17 @@ def metadata(wheel: Path) -> email.message.Message:
 
 def download(requirements: Path, folder: Path) -> None:
     """Fetch the pinned wheels that are not in `folder` yet."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        str(folder),
+    ]
     subprocess.run([*command, "-r", str(requirements)], check=True)
 
 
@@ -94,7 +104,8 @@ def build(folder: Path, work: Path) -> None:
     seen: set[str] = set()
     totals = {"train": 0, "heldout": 0}
     wheels = [(metadata(w), w) for w in sorted(folder.glob("*.whl"))]
-    wheels.sort(key=lambda item: item[0]["Name"].lower() not in HELDOUT)  # held-out first: they own shared hashes
+    # held-out packages come first, so that they own the hashes of shared files
+    wheels.sort(key=lambda item: item[0]["Name"].lower() not in HELDOUT)
     with (work / "corpus.jsonl").open("w") as out:
         for meta, wheel in wheels:
             name, licence = meta["Name"].lower().replace("_", "-"), licence_of(meta)

@@ -77,7 +77,11 @@ def load_prompts(path: Path, most: int) -> list[tuple[str, list[int]]]:
         if "text" in entry:
             ids = encoding.encode_ordinary(entry["text"])
         else:
-            options = {"tools": entry.get("tools"), "thinking": entry["thinking"], "add_generation_prompt": True}
+            options = {
+                "tools": entry.get("tools"),
+                "thinking": entry["thinking"],
+                "add_generation_prompt": True,
+            }
             ids = encoding.encode(chat.render(entry["messages"], **options), allowed_special="all")
         out.append((entry["kind"], ids))
     return out
@@ -136,11 +140,9 @@ def acceptance(
         for row, (kind, ids) in enumerate(part):
             text = texts[row, len(ids) :].cpu().numpy()[: new + draft.block]
             ends = np.isin(text[:new], STOPS).nonzero()[0]
-            length = int(ends[0]) if len(ends) else new - 1  # tokens after the first one, up to and with the stop
+            length = int(ends[0]) if len(ends) else new - 1  # tokens after the first, with the stop
             repeats.append(repeated_share(text[: length + 1].tolist()))
-            results = [
-                accepted(values[row, i], tokens[row, i], text[i + 1 : i + draft.block]) for i in range(length)
-            ]
+            results = [accepted(values[row, i], tokens[row, i], text[i + 1 : i + draft.block]) for i in range(length)]
             for scheme in schemes if length else []:
                 count, passes, per_pass = walk(results, scheme, length)
                 for key in ((scheme, kind), (scheme, "all")):

@@ -57,7 +57,9 @@ def train(texts: list[str]) -> list[bytes]:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    model.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=BASE, initial_alphabet=alphabet, show_progress=False))
+    model.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=BASE, initial_alphabet=alphabet, show_progress=False)
+    )
     visible = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     hidden = [b for b in range(256) if b not in visible]
     byte_of = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
@@ -85,11 +87,12 @@ def main() -> None:
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
     (CHECKPOINT / "tiktoken.model").write_text("".join(lines))
     encoding = load()
-    check = docs[-200:] + ["naïve café 漢字かな 😀\t\r\n\x00", "".join(map(chr, range(0x20, 0x500)))]
+    check = docs[-200:] + ["naïve café 漢字かな \U0001f600\t\r\n\x00", "".join(map(chr, range(0x20, 0x500)))]
     ids = encoding.encode_ordinary_batch(check, num_threads=2)
     if any(encoding.decode(i) != text for i, text in zip(ids, check, strict=True)):
         raise SystemExit("the tokenizer does not round-trip")
-    print(f"round trip of {len(check)} texts; {sum(len(t.encode()) for t in check) / sum(map(len, ids)):.3f} bytes per token")
+    ratio = sum(len(t.encode()) for t in check) / sum(map(len, ids))
+    print(f"round trip of {len(check)} texts; {ratio:.3f} bytes per token")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,10 @@ def rollouts(target: Target, stream: Stream, args: argparse.Namespace, generator
         if prompts.is_cuda:
             torch.cuda.synchronize()
         done += 1
-    print(f"rollouts: {done} batches of {args.rollout_batch} x {args.new} in {clock.elapsed():.0f} s", flush=True)
+    print(
+        f"rollouts: {done} batches of {args.rollout_batch} x {args.new} in {clock.elapsed():.0f} s",
+        flush=True,
+    )
     return {prefix: torch.cat(parts) for prefix, parts in pools.items()}
 
 
@@ -131,7 +134,11 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if step % LOG_EVERY == 0:
-            entry = {"step": step, "loss": round(loss.item(), 4), "hits": [round(h, 3) for h in hits.tolist()]}
+            entry = {
+                "step": step,
+                "loss": round(loss.item(), 4),
+                "hits": [round(h, 3) for h in hits.tolist()],
+            }
             log.append(entry)
             print(entry, f"{clock.elapsed():.0f} s", flush=True)
         if step % CLOCK_EVERY == 0:
@@ -145,7 +152,7 @@ def main() -> None:
     }
     out = args.out or args.draft
     save_draft(draft, out)
-    (out / "draft_log.json").write_text(json.dumps({"report": report, "log": log}, indent=1) + "\n")
+    (args.work / "draft_log.json").write_text(json.dumps({"report": report, "log": log}, indent=1) + "\n")
     print(report, flush=True)
 
 

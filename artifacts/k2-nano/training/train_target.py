@@ -120,7 +120,7 @@ def main() -> None:
         "corpus_tokens": len(train.ids),
         "heldout_loss_exported": heldout_loss(exported, held, 100, 16, args.length),
     }
-    (out / "target_log.json").write_text(json.dumps({"report": report, "log": log}, indent=1) + "\n")
+    (args.work / "target_log.json").write_text(json.dumps({"report": report, "log": log}, indent=1) + "\n")
     print(report, flush=True)
 
 
