@@ -67,9 +67,7 @@ class Source:
         return self.report.router_dtype if self.report is not None else "bfloat16"
 
 
-def open_source(
-    directory: Path, draft_directory: Path | None, options: BuildOptions, progress: Progress
-) -> Source:
+def open_source(directory: Path, draft_directory: Path | None, options: BuildOptions, progress: Progress) -> Source:
     """Read the configurations and check every shard; a splat build needs config.json alone."""
     config = load_model_config(directory)
     draft_config = load_draft_config(draft_directory) if draft_directory is not None else None
@@ -92,13 +90,9 @@ def open_source(
     return Source(directory, config, draft_config, checkpoint, report, draft, draft_report)
 
 
-def make_plans(
-    source: Source, options: BuildOptions, progress: Progress, onnx_dir: Path | None = None
-) -> list[Plan]:
+def make_plans(source: Source, options: BuildOptions, progress: Progress, onnx_dir: Path | None = None) -> list[Plan]:
     """Plans of all ranks; the ONNX graphs are also written to `onnx_dir` where it is given."""
-    passes, recipes = export_passes(
-        source.config, source.draft_config, options, source.router_dtype, progress
-    )
+    passes, recipes = export_passes(source.config, source.draft_config, options, source.router_dtype, progress)
     if onnx_dir is not None:
         onnx_dir.mkdir(parents=True, exist_ok=True)
         for exported in passes:

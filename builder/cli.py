@@ -155,9 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("checkpoint", type=Path, help="directory with config.json and safetensors shards")
     parser.add_argument("--draft", type=Path, metavar="DIR", help="DFlash drafter checkpoint")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="DIR", help="artifact to write, e.g. artifacts/NAME"
-    )
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="artifact to write, e.g. artifacts/NAME")
     parser.add_argument("--describe", action="store_true", help="print the plan and its costs, build nothing")
     parser.add_argument("--onnx", type=Path, metavar="DIR", help="also write the exported ONNX graphs")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
@@ -165,12 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--activation-dtype", choices=("float32", "bfloat16"), help="default by arch")
     parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="default: the activation dtype")
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens of one request")
-    parser.add_argument(
-        "--max-requests", type=int, default=4, metavar="N", help="requests at a time (default 4)"
-    )
-    parser.add_argument(
-        "--kv-tokens", type=int, metavar="N", help="tokens in the KV pool, all requests together"
-    )
+    parser.add_argument("--max-requests", type=int, default=4, metavar="N", help="requests at a time (default 4)")
+    parser.add_argument("--kv-tokens", type=int, metavar="N", help="tokens in the KV pool, all requests together")
     parser.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens a pass")
     parser.add_argument(
         "--verify-buckets",

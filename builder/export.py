@@ -64,9 +64,7 @@ def _to_graph(program: torch.export.ExportedProgram, name: str, outputs: tuple[s
                 results = [results]
             else:
                 values[fx_node.name] = list(node.outputs)
-            graph.specs.update(
-                {key: spec_of(val) for key, val in zip(node.outputs, results or (), strict=True)}
-            )
+            graph.specs.update({key: spec_of(val) for key, val in zip(node.outputs, results or (), strict=True)})
     return graph
 
 

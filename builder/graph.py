@@ -83,9 +83,7 @@ class Graph:
 def _infer_standard(graph: Graph, node: Node) -> TensorSpec:
     first, second = (graph.specs[name] for name in node.inputs)
     if node.op != "Add" or first != second:
-        raise ValueError(
-            f"graph {graph.name}, node {node.name}: {node.op} of {first} and {second} is not supported"
-        )
+        raise ValueError(f"graph {graph.name}, node {node.name}: {node.op} of {first} and {second} is not supported")
     return first
 
 
@@ -93,19 +91,12 @@ def to_onnx(graph: Graph) -> onnx.ModelProto:
     """The graph as a checked ONNX model; weights and buffers are inputs with shape and dtype only."""
 
     def info(name: str) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(
-            name, ONNX_DTYPES[graph.specs[name].dtype], graph.specs[name].shape
-        )
+        return helper.make_tensor_value_info(name, ONNX_DTYPES[graph.specs[name].dtype], graph.specs[name].shape)
 
-    nodes = [
-        helper.make_node(n.op, n.inputs, n.outputs, name=n.name, domain=n.domain, **n.attrs)
-        for n in graph.nodes
-    ]
+    nodes = [helper.make_node(n.op, n.inputs, n.outputs, name=n.name, domain=n.domain, **n.attrs) for n in graph.nodes]
     inputs = [info(name) for name in graph.inputs(STATE) + graph.inputs(WEIGHT)]
     internal = [info(name) for node in graph.nodes for name in node.outputs if name not in graph.outputs]
-    proto = helper.make_graph(
-        nodes, graph.name, inputs, [info(name) for name in graph.outputs], value_info=internal
-    )
+    proto = helper.make_graph(nodes, graph.name, inputs, [info(name) for name in graph.outputs], value_info=internal)
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(proto, opset_imports=opsets, producer_name="k2-engine")
     helper.set_model_props(model, {f"output:{value}": buffer for value, buffer in graph.outputs.items()})

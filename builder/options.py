@@ -63,9 +63,7 @@ class BuildOptions:
         most = config.max_position_embeddings
         context = self.max_context or (min(4096, most) if self.arch == "cpu" else most)
         if not 1 <= context <= most:
-            raise BuildError(
-                f"--max-context {context}: expected 1 to {most}, the model's max_position_embeddings"
-            )
+            raise BuildError(f"--max-context {context}: expected 1 to {most}, the model's max_position_embeddings")
         chunk = self.prefill_chunk or min(256 if self.arch == "cpu" else 4096, context)
         pages = -(-context // self.page_size)
         tokens = self.kv_tokens or min(self.max_requests * pages * self.page_size, max(262_144, context))

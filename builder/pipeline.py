@@ -59,9 +59,7 @@ def export_passes(
     for rows in chunks:  # a family each: short chunks take another form of MLA
         families.append(("prefill", [rows], lambda rows: Prefill(target, buffers, limits, rows)))
     families.append(("root", [limits.max_requests], lambda _: Root(buffers, limits)))
-    families.append(
-        ("verify", list(options.verify_buckets), lambda rows: Verify(target, buffers, limits, rows))
-    )
+    families.append(("verify", list(options.verify_buckets), lambda rows: Verify(target, buffers, limits, rows)))
     if drafter is not None:
         appended = sorted({*(count * limits.path_length for count in blocks), *chunks})
         families.append(("append", appended, lambda rows: Append(drafter, buffers, limits, rows)))

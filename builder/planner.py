@@ -29,9 +29,7 @@ def choose_tactic(graph: Graph, node: Node, arch: str) -> Tactic:
     Raises `BuildError` naming the node and every reason: a kernel that cannot take a shape fails here, not at run time.
     """
     if node.domain != DOMAIN:
-        raise BuildError(
-            f"{graph.name}, node {node.name}: ONNX operator {node.op} was not fused into a plugin"
-        )
+        raise BuildError(f"{graph.name}, node {node.name}: ONNX operator {node.op} was not fused into a plugin")
     reasons = []
     for tactic in get_plugin(node.op).tactics:
         if arch not in tactic.archs:
@@ -41,9 +39,7 @@ def choose_tactic(graph: Graph, node: Node, arch: str) -> Tactic:
         if refusal is None:
             return tactic
         reasons.append(f"{tactic.name}: {refusal}")
-    raise BuildError(
-        f"{graph.name}, node {node.name}: no tactic of {node.op} for {arch} ({'; '.join(reasons)})"
-    )
+    raise BuildError(f"{graph.name}, node {node.name}: no tactic of {node.op} for {arch} ({'; '.join(reasons)})")
 
 
 @lru_cache(maxsize=64)  # the ranks of a pass share their intervals

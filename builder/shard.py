@@ -10,9 +10,7 @@ from plugins.core.plugin import PluginError, get_plugin
 from plugins.core.spec import TensorSpec
 
 
-def shard(
-    graph: Graph, recipes: dict[str, WeightRecipe], buffers: dict[str, TensorSpec], tp: int, rank: int
-) -> Graph:
+def shard(graph: Graph, recipes: dict[str, WeightRecipe], buffers: dict[str, TensorSpec], tp: int, rank: int) -> Graph:
     """Give weights and buffers the shapes of `rank`, divide head counts, set ranks, and infer every shape again.
 
     `buffers` are the rank's persistent buffers; a graph input keeps its own row count (axis 0) where it reads only
@@ -24,9 +22,7 @@ def shard(
         if node.domain == DOMAIN:
             for name in get_plugin(node.op).sharded_attrs:
                 if attrs[name] % tp:
-                    raise PluginError(
-                        f"node {node.name}: {name} = {attrs[name]} cannot be split over {tp} ranks"
-                    )
+                    raise PluginError(f"node {node.name}: {name} = {attrs[name]} cannot be split over {tp} ranks")
                 attrs[name] //= tp
             for name, value in (("tp_world", tp), ("tp_rank", rank)):
                 if name in attrs:

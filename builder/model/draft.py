@@ -94,9 +94,7 @@ class Draft(nn.Module):
         super().__init__()
         self.config = config
         taps = len(config.target_layer_ids)
-        self.fc = matrix(
-            "draft:fc.weight", shapes=[(config.hidden_size, taps * config.hidden_size)], shard="rows"
-        )
+        self.fc = matrix("draft:fc.weight", shapes=[(config.hidden_size, taps * config.hidden_size)], shard="rows")
         self.hidden_norm = norm("draft:hidden_norm", config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i, amplitude) for i in range(config.num_hidden_layers))
         self.norm = norm("draft:norm", config.hidden_size)

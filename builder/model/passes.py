@@ -63,9 +63,7 @@ class Verify(Pass):
         call(
             "ddtree_accept",
             sampled,
-            *state.get(
-                "tokens", "row_parent", "positions", "row_slot", "first_row", "request_rows", "stop_ids"
-            ),
+            *state.get("tokens", "row_parent", "positions", "row_slot", "first_row", "request_rows", "stop_ids"),
             *state.get("context_len", "anchor", "remaining", "emitted", "num_emitted", "path_rows", "finish"),
             *state.get("append_rows", "append_positions", "append_slots"),
             path_length=state.limits.path_length,
@@ -79,9 +77,7 @@ class Append(Pass):
 
     def __init__(self, draft: Draft, buffers: dict, limits: Limits, rows: int):
         super().__init__()
-        self.state = State(
-            buffers, limits, dict.fromkeys(("append_rows", "append_positions", "append_slots"), rows)
-        )
+        self.state = State(buffers, limits, dict.fromkeys(("append_rows", "append_positions", "append_slots"), rows))
         self.draft = draft
 
     def forward(self) -> tuple[torch.Tensor, ...]:
@@ -143,9 +139,7 @@ def _build_trees(candidates: torch.Tensor | None, state: State) -> None:
         "ddtree_build",
         candidates,
         *state.get("draft_requests", "active", "anchor", "context_len", "block_table", "tree_budget"),
-        *state.get(
-            "tree_cost", "calibration", "tree_width", "tokens", "positions", "row_request", "row_parent"
-        ),
+        *state.get("tree_cost", "calibration", "tree_width", "tokens", "positions", "row_request", "row_parent"),
         *state.get("row_slot", "mask", "row_log_weight", "first_row", "request_rows", "num_rows"),
         draft_depth=limits.draft_depth,
         top_k=limits.tree_top_k,

@@ -79,9 +79,7 @@ class DenseMlp(nn.Module):
     def __init__(self, prefix: str, hidden_size: int, intermediate_size: int):
         super().__init__()
         self.gate_up = gate_up(prefix, hidden_size, intermediate_size)
-        self.down = matrix(
-            f"{prefix}.down_proj.weight", shapes=[(hidden_size, intermediate_size)], shard="cols"
-        )
+        self.down = matrix(f"{prefix}.down_proj.weight", shapes=[(hidden_size, intermediate_size)], shard="cols")
 
     def forward(self, x: torch.Tensor, state: State) -> torch.Tensor:
         act = call("dense_gemm", x, self.gate_up, activation="silu_mul", out_dtype="activation")
@@ -103,9 +101,7 @@ class Moe(nn.Module):
         if config.n_shared_experts:
             self.shared = DenseMlp(f"{prefix}.shared_experts", hidden, inter * config.n_shared_experts)
 
-    def _experts(
-        self, prefix: str, stage: str, names: tuple[str, ...], shape: tuple[int, int]
-    ) -> nn.Parameter:
+    def _experts(self, prefix: str, stage: str, names: tuple[str, ...], shape: tuple[int, int]) -> nn.Parameter:
         rows, cols = shape
         patterns: list[str] = []
         shapes: list[tuple[int, int]] = []
@@ -132,9 +128,7 @@ class Moe(nn.Module):
         )
         shared = self.shared(x, state) if self.shared is not None else None
         act = call("int4_marlin_gemm", x, self.gate_up, offsets, routes, stage="gate_up", top_k=top_k)
-        return call(
-            "int4_marlin_gemm", act, self.down, offsets, routes, weights, shared, stage="down", top_k=top_k
-        )
+        return call("int4_marlin_gemm", act, self.down, offsets, routes, weights, shared, stage="down", top_k=top_k)
 
 
 class Layer(nn.Module):

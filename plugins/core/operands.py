@@ -19,9 +19,7 @@ class Operands:
     def __init__(self, plugin: Plugin, inputs: Sequence[TensorSpec | None], **sizes: int) -> None:
         """`sizes`: axes known from attributes. Operands beyond `inputs` are absent."""
         if len(inputs) > len(plugin.inputs):
-            raise PluginError(
-                f"{plugin.name}: expected at most {len(plugin.inputs)} operands, found {len(inputs)}"
-            )
+            raise PluginError(f"{plugin.name}: expected at most {len(plugin.inputs)} operands, found {len(inputs)}")
         self._plugin = plugin
         self._specs = dict(zip((name.rstrip("?") for name in plugin.inputs), inputs, strict=False))
         self._sizes = dict(sizes)
@@ -55,9 +53,7 @@ class Operands:
         if spec is None or not fits:
             names = [str(axis).removeprefix(">=") for axis in axes]
             known = ", ".join(f"{axis}={self._sizes[axis]}" for axis in names if axis in self._sizes)
-            expected = f"{' or '.join(dtypes)} [{', '.join(map(str, axes))}]" + (
-                f" with {known}" if known else ""
-            )
+            expected = f"{' or '.join(dtypes)} [{', '.join(map(str, axes))}]" + (f" with {known}" if known else "")
             raise PluginError(f"{self._plugin.name}: {name}: expected {expected}, found {spec or 'nothing'}")
         return spec
 

@@ -78,9 +78,7 @@ class Packer:
         """Spec of the packed tensor of one rank; raises `PluginError` where the shapes cannot be sharded."""
         raise NotImplementedError
 
-    def pack(
-        self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int
-    ) -> Iterator[np.ndarray]:
+    def pack(self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int) -> Iterator[np.ndarray]:
         """Yield the packed bytes of `rank` in order, as contiguous arrays of a few MB to a few tens of MB each.
 
         `read(name)` gives a read-only view of a checkpoint tensor (memory-mapped, unsharded); it is called just

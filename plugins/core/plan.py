@@ -159,8 +159,7 @@ class Plan:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
         phases = [
-            Phase(p["name"], p["bucket"], tuple(Step.from_json(step) for step in p["steps"]))
-            for p in value["phases"]
+            Phase(p["name"], p["bucket"], tuple(Step.from_json(step) for step in p["steps"])) for p in value["phases"]
         ]
         return Plan(
             tp=value["tp"],

@@ -38,9 +38,7 @@ def rotate_halves(x: torch.Tensor, angle: torch.Tensor, amplitude: float) -> tor
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def paged_rows(
-    pool: torch.Tensor, pages: torch.Tensor, start: int, stop: int, page_size: int
-) -> torch.Tensor:
+def paged_rows(pool: torch.Tensor, pages: torch.Tensor, start: int, stop: int, page_size: int) -> torch.Tensor:
     """Rows of positions start .. stop - 1 of one request, [stop - start, ...].
 
     pool [S, ...]: one row a KV slot. pages i32: the request's row of the block table.

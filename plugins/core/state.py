@@ -70,9 +70,7 @@ def row_buffers(limits: Limits) -> dict[str, TensorSpec]:
         "row_slot": TensorSpec((rows,), "int32"),  # KV slot (page * page_size + offset), 0 for padding
         # bit j of row i: row first_row + j of the same request is visible to row i (its ancestors and itself)
         "mask": TensorSpec((limits.max_rows, limits.mask_words), "uint32"),
-        "row_log_weight": TensorSpec(
-            (rows,), "float32"
-        ),  # log path probability under the drafter, 0 for a root
+        "row_log_weight": TensorSpec((rows,), "float32"),  # log path probability under the drafter, 0 for a root
         "num_rows": TensorSpec((1,), "int32"),  # rows in use by the tree that was built last
     }
 
@@ -100,9 +98,7 @@ def request_buffers(limits: Limits) -> dict[str, TensorSpec]:
         "calibration": TensorSpec((requests, max(1, limits.draft_depth)), "float32"),  # factor on q by depth
         "tree_width": TensorSpec((requests,), "int32"),  # candidates a depth, 0: all; 1: a chain
         "draft_start": TensorSpec((requests,), "int32"),  # first position that has draft KV
-        "draft_requests": TensorSpec(
-            (requests,), "int32"
-        ),  # request slot of each draft block, -1 for padding
+        "draft_requests": TensorSpec((requests,), "int32"),  # request slot of each draft block, -1 for padding
     }
 
 

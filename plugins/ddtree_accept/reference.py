@@ -44,9 +44,7 @@ def ddtree_accept(
     drawn = sampled.tolist()
     child = {
         (parent, token): row
-        for row, (parent, token) in enumerate(
-            zip(row_parent[:rows].tolist(), tokens[:rows].tolist(), strict=True)
-        )
+        for row, (parent, token) in enumerate(zip(row_parent[:rows].tolist(), tokens[:rows].tolist(), strict=True))
         if parent >= 0
     }
     emitted[:], path_rows[:] = -1, -1

@@ -24,9 +24,7 @@ class DdtreeBuild(Plugin):
         operands = Operands(self, inputs)
         operands.take("draft_requests", ("B",), "int32")
         if operands.has("candidates"):
-            self.expect(
-                depth >= 1 and top_k >= 1, "candidates", "draft_depth and top_k of 1 or more", (depth, top_k)
-            )
+            self.expect(depth >= 1 and top_k >= 1, "candidates", "draft_depth and top_k of 1 or more", (depth, top_k))
             operands.take("candidates", (operands["B"] * depth, world * (2 * top_k + 1)), "float32")
         for name in (
             "active",

@@ -110,9 +110,7 @@ def ddtree_build(
     used = len(out_tokens)
     num_rows[0] = used
     address = np.array(addresses, dtype=np.int64)
-    slots = (
-        block_table[np.array(owners, dtype=np.int64), address // page_size] * page_size + address % page_size
-    )
+    slots = block_table[np.array(owners, dtype=np.int64), address // page_size] * page_size + address % page_size
     for buffer, values, padding in (
         (tokens, out_tokens, 0),
         (positions, out_positions, 0),

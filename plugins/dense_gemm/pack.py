@@ -35,9 +35,7 @@ class DensePacker(Packer):
         parts = self._part_shapes(recipe, tp)
         return TensorSpec((total(parts, 0), *parts[0][1:]), dtype)
 
-    def pack(
-        self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int
-    ) -> Iterator[np.ndarray]:
+    def pack(self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int) -> Iterator[np.ndarray]:
         dtype = self.spec(recipe, tp).dtype
         axis = SHARD_AXIS[recipe.attrs.get("shard", "none")]
 

@@ -20,12 +20,8 @@ class DraftAttention(Plugin):
     def infer(self, attrs: Attrs, inputs: Sequence[TensorSpec | None]) -> list[TensorSpec]:
         heads, groups, dim = (attrs[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
         self.expect(dim % 2 == 0, "head_dim", "an even number", dim)
-        self.expect(
-            groups > 0 and heads % groups == 0, "num_heads", f"a multiple of {groups} KV heads", heads
-        )
-        self.expect(
-            attrs["sliding_window"] >= 0, "sliding_window", "0 (none) or more", attrs["sliding_window"]
-        )
+        self.expect(groups > 0 and heads % groups == 0, "num_heads", f"a multiple of {groups} KV heads", heads)
+        self.expect(attrs["sliding_window"] >= 0, "sliding_window", "0 (none) or more", attrs["sliding_window"])
         operands = Operands(self, inputs)
         operands.take("draft_requests", ("B",), "int32")
         rows = operands["B"] * attrs["block_size"]
@@ -37,9 +33,7 @@ class DraftAttention(Plugin):
         operands.take("block_table", ("R", "pages"), "int32")
         pool = operands.take("draft_kv", ("layers", 2, "S", groups, dim), *FLOATS)
         page_size, layers = attrs["page_size"], operands["layers"]
-        self.expect(
-            page_size > 0 and operands["S"] % page_size == 0, "draft_kv", f"pages of {page_size}", pool
-        )
+        self.expect(page_size > 0 and operands["S"] % page_size == 0, "draft_kv", f"pages of {page_size}", pool)
         self.expect(0 <= attrs["layer"] < layers, "layer", f"0 .. {layers - 1}", attrs["layer"])
         return [TensorSpec((rows, heads * dim), qkv.dtype)]
 

@@ -58,8 +58,7 @@ def draft_attention(
         own = slice(index * block, (index + 1) * block)
         context = (paged_rows(pool, block_table[request], start, stop, page_size) for pool in kv_layer)
         keys, values = (
-            torch.cat((past.to(dtype), new[own])).transpose(0, 1)
-            for past, new in zip(context, (k, v), strict=True)
+            torch.cat((past.to(dtype), new[own])).transpose(0, 1) for past, new in zip(context, (k, v), strict=True)
         )  # [g, N, d]
         # the heads of a group share its keys: [g, (h / g) bs, d]
         queries = q[own].transpose(0, 1).reshape(groups, -1, dim)

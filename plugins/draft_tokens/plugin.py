@@ -21,9 +21,7 @@ class DraftTokens(Plugin):
     def reference(self, attrs: Attrs, comm: Communicator) -> Runner:
         from plugins.draft_tokens.reference import draft_tokens
 
-        return lambda requests, anchor: draft_tokens(
-            requests, anchor, attrs["block_size"], attrs["mask_token_id"]
-        )
+        return lambda requests, anchor: draft_tokens(requests, anchor, attrs["block_size"], attrs["mask_token_id"])
 
 
 PLUGIN = DraftTokens(

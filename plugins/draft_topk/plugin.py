@@ -20,9 +20,7 @@ class DraftTopk(Plugin):
         self.expect(attrs["tp_rank"] >= 0, "tp_rank", "a rank, 0 or more", attrs["tp_rank"])
         operands = Operands(self, inputs)
         logits = operands.take("logits", ("rows", "V"), "float32")
-        self.expect(
-            operands["rows"] % block == 0, "logits", f"rows in multiples of block_size={block}", logits
-        )
+        self.expect(operands["rows"] % block == 0, "logits", f"rows in multiples of block_size={block}", logits)
         self.expect(1 <= top_k <= operands["V"], "top_k", f"1 .. {operands['V']} (columns of a rank)", top_k)
         return [TensorSpec((operands["rows"] // block * (block - 1), 2 * top_k + 1), "float32")]
 

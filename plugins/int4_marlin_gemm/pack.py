@@ -67,9 +67,7 @@ class Int4Packer(Packer):
         experts = len(recipe.shapes) // per_expert
         return TensorSpec((experts, shape[0] // TILE, shape[1] // TILE, TILE_BYTES), "uint8")
 
-    def pack(
-        self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int
-    ) -> Iterator[np.ndarray]:
+    def pack(self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int) -> Iterator[np.ndarray]:
         experts, tile_rows, tile_columns, _ = self.spec(recipe, tp).shape
         matrices = _matrices(recipe)
         axis = 0 if matrices == 2 else 1

@@ -40,15 +40,11 @@ class KvBPacker(Packer):
     def spec(self, recipe: WeightRecipe, tp: int) -> TensorSpec:
         heads, width, latent = self._shape(recipe)
         if heads % tp:
-            raise PluginError(
-                f"mla_attention: kv_b_proj: expected heads in multiples of tp={tp}, found {heads}"
-            )
+            raise PluginError(f"mla_attention: kv_b_proj: expected heads in multiples of tp={tp}, found {heads}")
         rows = len(range(width)[self._rows(recipe)])
         return TensorSpec((heads // tp, rows, latent), "bfloat16")
 
-    def pack(
-        self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int
-    ) -> Iterator[np.ndarray]:
+    def pack(self, recipe: WeightRecipe, read: Callable[[str], np.ndarray], tp: int, rank: int) -> Iterator[np.ndarray]:
         heads = read(recipe.sources[0]).reshape(self._shape(recipe))
         yield from chunks(split(heads, 0, tp, rank)[:, self._rows(recipe)])
 

@@ -29,9 +29,7 @@ class MlaAttention(Plugin):
         pool = operands.take("kv_pool", ("L", "S", "C+P"), *FLOATS)
         rope = operands["C+P"] - operands["C"]
         self.expect(rope > 0, "kv_pool", f"rows wider than C={operands['C']}", pool)
-        self.expect(
-            page_size > 0 and operands["S"] % page_size == 0, "kv_pool", f"pages of {page_size}", pool
-        )
+        self.expect(page_size > 0 and operands["S"] % page_size == 0, "kv_pool", f"pages of {page_size}", pool)
         self.expect(0 <= attrs["layer"] < operands["L"], "layer", f"0 .. {operands['L'] - 1}", attrs["layer"])
         width = operands["C+P"] if form == "absorbed" else operands["n"] + rope
         q = operands.take("q", ("T", heads, width), *FLOATS)
@@ -60,9 +58,7 @@ class MlaAttention(Plugin):
         own = rows / requests
         seen = context + (own + 1) / 2  # positions that a row sees on average
         positions = round(requests * (context + own))
-        moved = (
-            nbytes((q, w_uv)) + nbytes(outputs) + positions * (pool.nbytes // (pool.shape[0] * pool.shape[1]))
-        )
+        moved = nbytes((q, w_uv)) + nbytes(outputs) + positions * (pool.nbytes // (pool.shape[0] * pool.shape[1]))
         if attrs["form"] == "absorbed":
             return moved, round(2 * rows * heads * (seen * (entry + latent) + latent * value))
         width = nope + entry - latent + value
@@ -74,10 +70,8 @@ class MlaAttention(Plugin):
 
         layer, scale, page_size = attrs["layer"], attrs["softmax_scale"], attrs["page_size"]
         absorbed = attrs["form"] == "absorbed"
-        return lambda q, w_uk, w_uv, row_request, first, rows, context, table, kv_pool, mask=None: (
-            mla_attention(
-                q, w_uk, w_uv, first, rows, context, table, kv_pool[layer], mask, scale, page_size, absorbed
-            )
+        return lambda q, w_uk, w_uv, row_request, first, rows, context, table, kv_pool, mask=None: mla_attention(
+            q, w_uk, w_uv, first, rows, context, table, kv_pool[layer], mask, scale, page_size, absorbed
         )
 
 

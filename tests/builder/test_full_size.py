@@ -65,10 +65,7 @@ def test_steps_of_a_verify_pass() -> None:
         "ddtree_accept": 1,
         "kv_compact": 1,
     }
-    assert (
-        sum(step.plugin == "all_reduce" for step in plans()[0].phases["draft[1]"].steps)
-        == 1 + 2 * DRAFT_LAYERS
-    )
+    assert sum(step.plugin == "all_reduce" for step in plans()[0].phases["draft[1]"].steps) == 1 + 2 * DRAFT_LAYERS
 
 
 def test_arena_is_small_beside_the_weights() -> None:

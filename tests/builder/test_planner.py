@@ -118,7 +118,5 @@ def test_a_node_that_was_not_fused_is_refused() -> None:
 def test_shape_errors_name_graph_node_and_operand() -> None:
     graph = layer(1)
     graph.specs["w.n"] = TensorSpec((32,), "bfloat16")
-    with pytest.raises(
-        PluginError, match=r"graph layer, node norm: rms_norm: weight: expected .*found bfloat16\[32\]"
-    ):
+    with pytest.raises(PluginError, match=r"graph layer, node norm: rms_norm: weight: expected .*found bfloat16\[32\]"):
         graph.infer()

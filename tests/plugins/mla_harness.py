@@ -122,9 +122,7 @@ class Engine:
             depth = torch.tensor(rows.depth) if rows.depth is not None else torch.arange(count)
             positions[own] = (context + depth).to(torch.int32)
             address = context + torch.arange(count)
-            self.row_slot[own] = self.table[request, address // PAGE] * PAGE + (address % PAGE).to(
-                torch.int32
-            )
+            self.row_slot[own] = self.table[request, address // PAGE] * PAGE + (address % PAGE).to(torch.int32)
             visible = rows.visible if rows.visible is not None else torch.ones(count, count).tril().bool()
             for i, j in visible.nonzero().tolist():
                 bit = 1 << (j % 32)
@@ -140,8 +138,7 @@ class Engine:
         out = self.attend(q, self.w_uk, self.w_uv, *state, shown)
         assert not out[first:].any()  # padding
         return {
-            request: layer.o_proj(out[int(self.first_row[request]) :][: len(rows.x)])
-            for request, rows in work.items()
+            request: layer.o_proj(out[int(self.first_row[request]) :][: len(rows.x)]) for request, rows in work.items()
         }
 
     def prefill(self, request: int, x: torch.Tensor, padding: int = 0) -> torch.Tensor:

@@ -95,9 +95,7 @@ def test_embedding_is_the_sum_over_ranks(world: int, rows: int, tokens: list[int
     vocabulary = world * rows
     table = torch.randn(vocabulary, 6)
     ids = torch.tensor(tokens, dtype=torch.int32) % vocabulary
-    parts = [
-        EMBED.reference(embed_attrs(r), None)(ids, table[r * rows : (r + 1) * rows]) for r in range(world)
-    ]
+    parts = [EMBED.reference(embed_attrs(r), None)(ids, table[r * rows : (r + 1) * rows]) for r in range(world)]
     assert torch.equal(torch.stack(parts).sum(0), torch.nn.functional.embedding(ids, table))
 
 
@@ -132,9 +130,7 @@ def test_infer() -> None:
     assert GATHER.infer({"tp_world": 8}, [x]) == [TensorSpec((4, 128), "bfloat16")]
     assert EMBED.infer(embed_attrs(3), [tokens, TensorSpec((99, 16), "bfloat16")]) == [x]
     in_float32 = {**embed_attrs(3), "out_dtype": "float32"}
-    assert EMBED.infer(in_float32, [tokens, TensorSpec((99, 16), "bfloat16")]) == [
-        TensorSpec((4, 16), "float32")
-    ]
+    assert EMBED.infer(in_float32, [tokens, TensorSpec((99, 16), "bfloat16")]) == [TensorSpec((4, 16), "float32")]
     rows = TensorSpec((3,), "int32")
     assert ROWS.infer({}, [rows, x, x, None]) == [TensorSpec((3, 32), "bfloat16")]
 
@@ -176,7 +172,5 @@ def test_gather_rows_refuses_gaps_and_other_widths() -> None:
     rows, x = TensorSpec((3,), "int32"), TensorSpec((4, 8), "float32")
     with pytest.raises(PluginError, match=r"x2: expected no operand \(x1 is absent\)"):
         ROWS.infer({}, [rows, x, None, x])
-    with pytest.raises(
-        PluginError, match=r"x1: expected float32 \[T, H\] with T=4, H=8, found float32\[4,9\]"
-    ):
+    with pytest.raises(PluginError, match=r"x1: expected float32 \[T, H\] with T=4, H=8, found float32\[4,9\]"):
         ROWS.infer({}, [rows, x, TensorSpec((4, 9), "float32")])

@@ -105,9 +105,7 @@ def test_accept_equals_a_plain_walk(seed: int) -> None:
         assert buffers["remaining"][request] == remaining - size
         last = emitted[-1] if emitted else int(before["anchor"][request])
         assert buffers["anchor"][request] == last
-        appended += [
-            (row, context + i, int(buffers["row_slot"][first + i])) for i, row in enumerate(rows_of_path)
-        ]
+        appended += [(row, context + i, int(buffers["row_slot"][first + i])) for i, row in enumerate(rows_of_path)]
     appended += [(-1, 0, 0)] * (3 * (DEPTH + 1) - len(appended))
     names = ("append_rows", "append_positions", "append_slots")
     got = list(zip(*(buffers[name][: len(appended)].tolist() for name in names), strict=True))

@@ -91,11 +91,7 @@ def test_any_count_keeps_parents_first_and_the_spine_in_front(
     place = {node: i for i, node in enumerate(order)}
     assert all(place[tree.parent[node]] < place[node] for node in order[1:])
     spine = 0
-    while (
-        spine + 1 < len(order)
-        and tree.rank[order[spine + 1]] == 0
-        and tree.parent[order[spine + 1]] == order[spine]
-    ):
+    while spine + 1 < len(order) and tree.rank[order[spine + 1]] == 0 and tree.parent[order[spine + 1]] == order[spine]:
         spine += 1
     best_chain = [path for path in tree_paths(tree)[:count] if path == tuple(case[1][: len(path), 0])]
     assert spine == len(best_chain)
@@ -242,9 +238,7 @@ def test_split_vocabulary_gives_the_same_tree_as_the_whole() -> None:
         buffers = Buffers(limits())
         buffers["tree_budget"][:] = 11
         buffers.build(candidates_of(logits, 4, world), world)
-        trees.append(
-            [(row["token"], row["parent"], row["mask"]) for r in range(3) for row in buffers.rows(r)]
-        )
+        trees.append([(row["token"], row["parent"], row["mask"]) for r in range(3) for row in buffers.rows(r)])
     assert all(tree == trees[0] for tree in trees)
 
 

@@ -63,18 +63,14 @@ def test_silu_mul_from_checkpoint_matrices(tp: int) -> None:
     gate, up = bf16_matrix((inter, hidden), 0), bf16_matrix((inter, hidden), 1)
     x = torch.randn(3, hidden, dtype=torch.float64)
     sources = {"gate": gate.view(torch.uint16).numpy(), "up": up.view(torch.uint16).numpy()}
-    recipe = WeightRecipe(
-        "dense_gemm", ("gate", "up"), ((inter, hidden),) * 2, {"shard": "rows", "interleave": 16}
-    )
+    recipe = WeightRecipe("dense_gemm", ("gate", "up"), ((inter, hidden),) * 2, {"shard": "rows", "interleave": 16})
     parts = []
     for rank in range(tp):
         packed = packed_bytes(recipe, sources.__getitem__, tp, rank)
         for block in range(inter // tp // 16):
             first = rank * inter // tp + 16 * block
             assert np.array_equal(packed[32 * block : 32 * block + 16], sources["gate"][first : first + 16])
-            assert np.array_equal(
-                packed[32 * block + 16 : 32 * block + 32], sources["up"][first : first + 16]
-            )
+            assert np.array_equal(packed[32 * block + 16 : 32 * block + 32], sources["up"][first : first + 16])
         weight = PLUGIN.prepare(SILU, "weight", torch.from_numpy(packed).view(torch.bfloat16), torch.float64)
         parts.append(PLUGIN.reference(SILU, None)(x, weight))
     expected = torch.nn.functional.silu(x @ gate.double().t()) * (x @ up.double().t())
@@ -96,14 +92,10 @@ def test_prepare_keeps_bfloat16_and_widens_exactly() -> None:
     dtype=st.sampled_from(["bfloat16", "float32"]),
     data=st.data(),
 )
-def test_round_trip(
-    tp: int, shard: str, rows: list[int], columns: int, dtype: str, data: st.DataObject
-) -> None:
+def test_round_trip(tp: int, shard: str, rows: list[int], columns: int, dtype: str, data: st.DataObject) -> None:
     shapes = tuple((8 * n, 8 * columns) for n in rows)
     names = tuple(f"w{i}" for i in range(len(shapes)))
-    arrays = {
-        name: random_bits(shape, i, dtype) for i, (name, shape) in enumerate(zip(names, shapes, strict=True))
-    }
+    arrays = {name: random_bits(shape, i, dtype) for i, (name, shape) in enumerate(zip(names, shapes, strict=True))}
     recipe = WeightRecipe("dense_gemm", names, shapes, {"shard": shard, "dtype": dtype})
     rank = data.draw(st.integers(0, tp - 1))
     packed = packed_bytes(recipe, arrays.__getitem__, tp, rank)

@@ -97,9 +97,7 @@ class Drafter:
         x = torch.cat([*rows, torch.full((padding, HIDDEN), torch.nan, dtype=self.dtype)])
         kv = torch.cat((self.layer.k_proj(x), self.layer.v_proj(x)), dim=1)
         pad = torch.zeros(padding + 3, dtype=torch.int32)  # buffers are longer than the pass
-        self.append_op(
-            kv, self.layer.k_norm.weight, torch.cat([*positions, pad]), torch.cat([*slots, pad]), self.pool
-        )
+        self.append_op(kv, self.layer.k_norm.weight, torch.cat([*positions, pad]), torch.cat([*slots, pad]), self.pool)
 
     def attend(self, x: torch.Tensor, requests: list[int], start: list[int]) -> torch.Tensor:
         """Outputs through o_proj [B, BLOCK, HIDDEN] for block inputs x of the same shape."""

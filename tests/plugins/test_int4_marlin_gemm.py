@@ -37,9 +37,7 @@ class Checkpoint:
 
     def recipe(self, stage: str) -> WeightRecipe:
         names = ("gate", "up") if stage == "gate_up" else ("down",)
-        patterns = tuple(
-            f"{{}}.{name}.{part}" for name in names for part in ("weight_packed", "weight_scale")
-        )
+        patterns = tuple(f"{{}}.{name}.{part}" for name in names for part in ("weight_packed", "weight_scale"))
         shapes = tuple(self.arrays[pattern.replace("{}", "0")].shape for pattern in patterns)
         attrs = {"stage": stage}
         return WeightRecipe.repeated("int4_marlin_gemm", patterns, shapes, self.gate_up.shape[0], attrs)
@@ -61,9 +59,7 @@ def checkpoint(experts: int, inter: int, hidden: int, seed: int = 0) -> Checkpoi
     for expert in range(experts):
         for name, shape in (("gate", (inter, hidden)), ("up", (inter, hidden)), ("down", (hidden, inter))):
             q = torch.randint(-8, 8, shape, dtype=torch.int8, generator=generator)
-            scale = (
-                torch.rand(shape[0], shape[1] // 32, generator=generator).add(0.1).div(8).to(torch.bfloat16)
-            )
+            scale = torch.rand(shape[0], shape[1] // 32, generator=generator).add(0.1).div(8).to(torch.bfloat16)
             words = pack_to_int32(q, 4)
             arrays[f"{expert}.{name}.weight_packed"] = words.numpy()
             arrays[f"{expert}.{name}.weight_scale"] = scale.view(torch.uint16).numpy()
@@ -126,9 +122,7 @@ def test_layout_word_by_word() -> None:
     seed=st.integers(0, 99),
     data=st.data(),
 )
-def test_round_trip(
-    tp: int, stage: str, experts: int, outer: int, inner: int, seed: int, data: st.DataObject
-) -> None:
+def test_round_trip(tp: int, stage: str, experts: int, outer: int, inner: int, seed: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, tp - 1))
     gated = stage == "gate_up"
     rows, columns = (16 * tp * outer, 32 * inner) if gated else (32 * outer, 32 * tp * inner)
@@ -182,9 +176,7 @@ def run_moe(
     total = torch.zeros_like(x)
     for rank in range(tp):
         gate_up = made.prepared("gate_up", tp, rank, x.dtype)
-        act = PLUGIN.reference({"stage": "gate_up", "top_k": top_k}, None)(
-            x, gate_up, offsets, routes, None, None
-        )
+        act = PLUGIN.reference({"stage": "gate_up", "top_k": top_k}, None)(x, gate_up, offsets, routes, None, None)
         assert act.shape == (len(chosen) * top_k, made.down.shape[2] // tp)
         down = made.prepared("down", tp, rank, x.dtype)
         run = PLUGIN.reference({"stage": "down", "top_k": top_k}, None)

@@ -48,9 +48,7 @@ def test_prefill_and_decode_agree_with_transformers(form: str, dtype: torch.dtyp
     for request, sizes in chunks.items():
         for size in sizes:
             out = engine.prefill(request, text[request][done[request] :][:size], padding=3)
-            torch.testing.assert_close(
-                out, expected[request][done[request] :][:size], atol=tolerance, rtol=1e-4
-            )
+            torch.testing.assert_close(out, expected[request][done[request] :][:size], atol=tolerance, rtol=1e-4)
             done[request] += size
     while any(done[request] < lengths[request] for request in lengths):
         work = {

@@ -101,9 +101,7 @@ def test_only_padding() -> None:
 def test_all_tokens_on_one_expert() -> None:
     bias = torch.zeros(8)
     bias[5] = 10
-    _, offsets, routes, _ = PLUGIN.reference(attributes(1), None)(
-        torch.randn(6, 16), torch.randn(8, 16), bias, rows(6)
-    )
+    _, offsets, routes, _ = PLUGIN.reference(attributes(1), None)(torch.randn(6, 16), torch.randn(8, 16), bias, rows(6))
     assert offsets.tolist() == [0, 0, 0, 0, 0, 0, 6, 6, 6]
     assert routes.tolist() == list(range(6))
 
@@ -115,9 +113,7 @@ def test_all_tokens_on_one_expert() -> None:
     request=st.lists(st.integers(-1, 2), min_size=1, max_size=12),
     data=st.data(),
 )
-def test_lists_follow_their_definition(
-    seed: int, experts: int, request: list[int], data: st.DataObject
-) -> None:
+def test_lists_follow_their_definition(seed: int, experts: int, request: list[int], data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, experts))
     generator = torch.Generator().manual_seed(seed)
     x, weight = (
@@ -126,9 +122,7 @@ def test_lists_follow_their_definition(
     )
     # a few distinct biases, so that ties occur
     bias = torch.randint(0, 2, (experts,), generator=generator).float() * 100
-    results = PLUGIN.reference(attributes(top_k), None)(
-        x, weight, bias, torch.tensor(request, dtype=torch.int32)
-    )
+    results = PLUGIN.reference(attributes(top_k), None)(x, weight, bias, torch.tensor(request, dtype=torch.int32))
     specs = PLUGIN.infer(
         attributes(top_k),
         [
@@ -155,9 +149,7 @@ def test_lists_follow_their_definition(
 def test_infer_refuses() -> None:
     x, weight = TensorSpec((4, 32), "bfloat16"), TensorSpec((16, 32), "bfloat16")
     bias, request = TensorSpec((16,), "float32"), TensorSpec((4,), "int32")
-    with pytest.raises(
-        PluginError, match=r"moe_route: top_k: expected 1 .. 16 \(the number of experts\), found 17"
-    ):
+    with pytest.raises(PluginError, match=r"moe_route: top_k: expected 1 .. 16 \(the number of experts\), found 17"):
         PLUGIN.infer(attributes(17), [x, weight, bias, request])
     with pytest.raises(PluginError, match=r"bias: expected float32 \[E\] with E=16, found bfloat16\[16\]"):
         PLUGIN.infer(attributes(), [x, weight, TensorSpec((16,), "bfloat16"), request])

@@ -63,9 +63,7 @@ class Buffers:
             {
                 "token": int(self["tokens"][row]),
                 "depth": int(self["positions"][row] - self["context_len"][request]),
-                "parent": int(self["row_parent"][row]) - first
-                if row > first
-                else int(self["row_parent"][row]),
+                "parent": int(self["row_parent"][row]) - first if row > first else int(self["row_parent"][row]),
                 "log_weight": float(self["row_log_weight"][row]),
                 "mask": int.from_bytes(words[row].tobytes(), "little"),
             }

@@ -40,9 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     base = tmp_path_factory.mktemp("tiny")
     config = make_tiny_checkpoint(base / "checkpoint", seed=5)
     make_tiny_draft(base / "draft", config, seed=6, num_key_value_heads=4)
-    return {
-        tp: build(base / "checkpoint", base / "draft", base / f"tp{tp}", "--tp", str(tp)) for tp in (1, 2, 4)
-    }
+    return {tp: build(base / "checkpoint", base / "draft", base / f"tp{tp}", "--tp", str(tp)) for tp in (1, 2, 4)}
 
 
 def test_any_number_of_ranks_gives_the_same_text(tiny) -> None:

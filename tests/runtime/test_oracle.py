@@ -102,9 +102,7 @@ def test_expanded_mla_equals_transformers_and_absorbed(case, expected) -> None:
     """A chunk of 256 rows runs the expanded form; what follows reads its latents in the absorbed form."""
     executor, _, ids, _ = case
     logits, taps = expected
-    forms = {
-        s.attrs["form"] for s in executor.plan.phases["prefill[256]"].steps if s.plugin == "mla_attention"
-    }
+    forms = {s.attrs["form"] for s in executor.plan.phases["prefill[256]"].steps if s.plugin == "mla_attention"}
     assert forms == {"expanded"}
     request = OneRequest(executor)
     found, found_taps = request.prefill(ids[:250])
