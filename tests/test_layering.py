@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # The CPU executor computes with torch; ranks.py brings its transport with it. Both are imported on demand.
-USES_TORCH = {"engine_runtime.executor.cpu", "plugins.core.reference_math"}
+USES_TORCH = {"engine_runtime.executor.cpu", "plugins.core.reference_math", "plugins.core.torch_dtypes"}
 
 
 def modules(package: str) -> list[str]:

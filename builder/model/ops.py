@@ -9,15 +9,8 @@ import torch
 
 from plugins.core.plugin import ATTR_KINDS, PLUGIN_NAMES, Plugin, get_plugin
 from plugins.core.spec import TensorSpec
+from plugins.core.torch_dtypes import TORCH_DTYPES
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int32": torch.int32,
-    "uint32": torch.uint32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-}
 SPEC_DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
 
 

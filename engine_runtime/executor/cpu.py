@@ -21,15 +21,8 @@ from engine_runtime.executor.splat import splat
 from plugins.core.plan import Arg, Phase, Plan, Step
 from plugins.core.plugin import Communicator, Plugin, PluginError, Runner, get_plugin
 from plugins.core.spec import TensorSpec
+from plugins.core.torch_dtypes import TORCH_DTYPES
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int32": torch.int32,
-    "uint32": torch.uint32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-}
 _POISON = 0xFF  # as float32 or bfloat16 a NaN, as int32 -1
 
 

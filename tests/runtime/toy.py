@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_runtime.executor.cpu import TORCH_DTYPES, SingleRank
+from engine_runtime.executor.cpu import SingleRank
 from engine_runtime.executor.splat import hash32
 from plugins.core.plan import Phase, Plan
 from plugins.core.plugin import get_plugin
 from plugins.core.state import Limits, request_buffers, result_buffers, row_buffers
+from plugins.core.torch_dtypes import TORCH_DTYPES
 
 VOCAB = 48
 EOS = 7
