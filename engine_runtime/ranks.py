@@ -2,7 +2,7 @@
 
 Every rank holds the same kind of object (a decoder). Calls on it are mirrored: the parent sends the call to
 the workers, makes it itself, then collects their acknowledgements. The ranks meet in the collectives of the
-plan, over torch.distributed (gloo). A worker that fails or dies makes the parent's call fail with
+plan, over gloo. A worker that fails or dies makes the parent's call fail with
 `RankError`; nothing waits longer than `timeout` seconds.
 """
 
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from plugins.core.plugin import Communicator
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 _START_SECONDS = 120.0  # for a worker's interpreter and imports
@@ -40,41 +39,28 @@ class RankError(RuntimeError):
 
 
 class GlooCommunicator:
-    """`plugins.core.plugin.Communicator` over the default process group of torch.distributed."""
+    """`plugins.core.plugin.Communicator` over a gloo group of its own, met through the file `store`.
 
-    def __init__(self, rank: int, world: int) -> None:
+    torch's default group is left alone: it numbers groups by process, which a failed start puts out of step.
+    """
+
+    def __init__(self, rank: int, world: int, store: str, timeout: float) -> None:
+        import torch.distributed as dist
+
         self.rank = rank
         self.world = world
+        limit = timedelta(seconds=timeout)
+        file_store = dist.FileStore(store, world)
+        file_store.set_timeout(limit)
+        self._group: Any = dist.ProcessGroupGloo(file_store, rank, world, limit)  # its stubs lack the collectives
 
     def all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         import torch
 
         value = value.contiguous()
         parts = [torch.empty_like(value) for _ in range(self.world)]
-        torch.distributed.all_gather(parts, value)
+        self._group.allgather([parts], [value]).wait()
         return parts
-
-
-def _join(rank: int, world: int, store: str, timeout: float) -> Communicator:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        raise RankError("this process is already part of a group of ranks: close the other engine first")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout),
-    )
-    return GlooCommunicator(rank, world)
-
-
-def _leave() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.destroy_process_group()
 
 
 def _worker(
@@ -94,7 +80,7 @@ def _worker(
     code = 1
     try:
         pipe.send(("ok", None))  # up: the parent may wait for this rank in the rendezvous
-        target = factory(rank, _join(rank, world, store, timeout), *args)
+        target = factory(rank, GlooCommunicator(rank, world, store, timeout), *args)
         pipe.send(("ok", None))
         while True:
             method, parameters, keywords = pipe.recv()
@@ -146,7 +132,7 @@ class RankGroup:
                 self._workers.append(worker)
                 self._pipes.append(ours)
             self._collect("start", _START_SECONDS)
-            self.target = self._guard(lambda: factory(0, _join(0, world, store, timeout), *args))
+            self.target = self._guard(lambda: factory(0, GlooCommunicator(0, world, store, timeout), *args))
             self._collect("open")
         except BaseException:
             self._stop(0.0)
@@ -270,7 +256,5 @@ class RankGroup:
                 worker.join()
         for pipe in self._pipes:
             pipe.close()
-        if self.world > 1:
-            _leave()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

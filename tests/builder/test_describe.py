@@ -104,7 +104,7 @@ def test_report_of_the_hand_plan() -> None:
     text = describe([plan], "verify[3]")
     assert "tp 4, arch sm_120a, bfloat16 activations, bfloat16 KV" in text
     assert "2,304 B (kv_pool)" in text
-    assert re.search(r"^verify\[3\] +3 +768 +10\.3 +10\.3 ", text, re.M)
+    assert re.search(r"^verify\[3\] +3 +768 +9\.7 +9\.7 ", text, re.M)
     operands = re.escape("bfloat16[3,32] - - -> bfloat16[3,32]")
     assert re.search(rf"^ +1 +sum +all_reduce +reference .* link +{operands}$", text, re.M)
     assert re.search(r"^attention +1 +4,096 +4\.10 kB +100\.0$", text, re.M)

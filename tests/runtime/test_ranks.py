@@ -97,3 +97,16 @@ def test_a_rank_that_cannot_open_is_named(where: str, sentence: str) -> None:
     with pytest.raises(RankError, match=sentence):
         RankGroup(2, Failing, (where,), TIMEOUT)
     assert not multiprocessing.active_children()
+
+
+def test_groups_are_independent_and_follow_a_failed_start() -> None:
+    with pytest.raises(RankError, match="rank 1: "):
+        RankGroup(2, Failing, ("import",), TIMEOUT)
+    first, second = RankGroup(2, Failing, ("nowhere",), TIMEOUT), RankGroup(3, Failing, ("nowhere",), TIMEOUT)
+    try:
+        assert first.call("work") == [0.0, 1.0]
+        assert second.call("work") == [0.0, 1.0, 2.0]
+        assert first.call("work") == [0.0, 1.0]
+    finally:
+        first.close()
+        second.close()
