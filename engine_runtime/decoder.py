@@ -7,18 +7,20 @@ read back.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from engine_runtime.budget import CostTable, Speculation, TreeBudget, TreeResult
+from engine_runtime.budget import CostTable, TreeBudget, TreeResult
 from engine_runtime.executor import Executor
+from engine_runtime.generation import GenerationRequest, Output
 from engine_runtime.kv import PageAllocator
-from engine_runtime.sampling import SamplingParams
+from engine_runtime.passes import Passes
+from engine_runtime.request import Request, check_prompt, stop_ids
 from engine_runtime.stats import DecodeStats, TimeSplit
-from plugins.core.state import FINISH_LENGTH, FINISH_NAN, FINISH_NONE, FINISH_STOP, MAX_STOP_IDS, Limits
+from plugins.core.state import FINISH_LENGTH, FINISH_NAN, FINISH_STOP, Limits
 
 FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_NAN: "error"}
 NAN_ERROR = "the model's logits were not numbers (NaN)"
@@ -26,43 +28,10 @@ NAN_ERROR = "the model's logits were not numbers (NaN)"
 
 @dataclass(frozen=True)
 class Event:
-    """News of one request: tokens that it got, and why it ended ("stop", "length" or "error"; None: it goes
-    on).
-
-    stats: the request's counts, once it has ended.
-    """
+    """News of the request with id `request`."""
 
     request: int
-    tokens: tuple[int, ...]
-    finish: str | None = None
-    error: str | None = None
-    stats: DecodeStats | None = None
-
-
-@dataclass
-class _Request:
-    """prefilled: prompt tokens whose KV is written. context: mirror of `context_len`. most: tokens it may generate."""
-
-    id: int
-    prompt: np.ndarray
-    params: SamplingParams
-    stop_ids: tuple[int, ...]
-    most: int
-    budget: TreeBudget
-    stats: DecodeStats
-    slot: int = -1
-    prefilled: int = 0
-    context: int = 0
-    generated: int = 0
-
-    @property
-    def drafts(self) -> bool:
-        """Whether this request uses the drafter at all, so needs draft context."""
-        return self.budget.most > 0
-
-    @property
-    def ready(self) -> bool:
-        return self.prefilled == len(self.prompt)
+    output: Output
 
 
 class Decoder:
@@ -76,28 +45,13 @@ class Decoder:
         self.model = plan.settings["model"]
         self._costs = costs
         self._calibrate = calibrate
-        self._buckets = {name: plan.buckets(name) for name in ("prefill", "append", "root", "draft", "verify")}
-        self._check_buckets()
+        self._passes = Passes(executor, self.limits)
         self._pages = PageAllocator(self.limits)
-        self._queue: deque[_Request] = deque()
-        self._slots: dict[int, _Request] = {}
+        self._queue: deque[Request] = deque()
+        self._slots: dict[int, Request] = {}
         self._next_id = 0
         self.stats = DecodeStats(self.limits.draft_depth)
         self.seconds = TimeSplit()
-        for name in ("active", "request_rows", "context_len", "block_table"):
-            executor.write(name, 0)
-
-    def _check_buckets(self) -> None:
-        limits = self.limits
-        needed = {"prefill": 1, "root": 1, "verify": limits.max_rows}
-        if limits.draft_depth:
-            needed |= {"draft": limits.max_requests, "append": limits.max_requests * limits.path_length}
-        for name, most in needed.items():
-            if not self._buckets[name] or self._buckets[name][-1] < most:
-                found = self._buckets[name] or "none"
-                raise ValueError(f"plan: phase {name}: expected a bucket of at least {most}, found {found}, rebuild")
-        if limits.draft_depth and self._buckets["append"][-1] < self._buckets["prefill"][-1]:
-            raise ValueError("plan: phase append: no bucket holds a prefill chunk, rebuild the engine")
 
     def use_costs(self, costs: CostTable | None) -> None:
         """Take `costs` for requests that are submitted from now on."""
@@ -115,58 +69,27 @@ class Decoder:
         """Requests that wait for a slot or for pages."""
         return len(self._queue)
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-    ) -> int:
+    def submit(self, given: GenerationRequest) -> int:
         """Queue a request and return its id (0, 1, 2, ..).
 
         Raises ValueError, scheduling nothing, for a prompt that is empty, too long, or has an id out of
         range, and for a request that the KV pool could never hold.
         """
-        params = SamplingParams() if params is None else params
-        speculation = Speculation() if speculation is None else speculation
-        ids = self._check_prompt(prompt)
-        room = self.limits.max_context - len(ids)
-        stop_ids = self._stop_ids(params)
-        most = room if params.max_tokens is None else min(params.max_tokens, room)
-        budget = TreeBudget(self.limits, speculation, self._costs, self._calibrate)
-        stats = DecodeStats(self.limits.draft_depth, prompt_tokens=len(ids))
-        request = _Request(self._next_id, ids, params, stop_ids, most, budget, stats)
-        wanted = self._pages.pages(len(ids) + most)
+        prompt = check_prompt(given.prompt, self.limits, self.model["vocab_size"])
+        room = self.limits.max_context - len(prompt)
+        most = room if given.params.max_tokens is None else min(given.params.max_tokens, room)
+        wanted = self._pages.pages(len(prompt) + most)
         if wanted > self._pages.capacity:
             raise ValueError(
-                f"request: {len(ids)} prompt tokens and {most} to generate need {wanted} KV pages, "
+                f"request: {len(prompt)} prompt tokens and {most} to generate need {wanted} KV pages, "
                 f"the engine has {self._pages.capacity}: lower max_tokens or build with more pages"
             )
+        budget = TreeBudget(self.limits, given.speculation, self._costs, self._calibrate)
+        request = Request(self._next_id, given, prompt, stop_ids(given, self.model), most, budget)
+        request.waited = -time.perf_counter()
         self._next_id += 1
         self._queue.append(request)
         return request.id
-
-    def _check_prompt(self, prompt: Sequence[int]) -> np.ndarray:
-        vocab_size = self.model["vocab_size"]
-        if len(prompt) == 0:
-            raise ValueError("prompt: expected at least one token, found none")
-        if len(prompt) >= self.limits.max_context:
-            raise ValueError(
-                f"prompt: {len(prompt)} tokens leave no room to generate in a context of "
-                f"{self.limits.max_context}: shorten it to at most {self.limits.max_context - 1} "
-                "or build with a larger --max-context"
-            )
-        for index, token in enumerate(prompt):
-            if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
-                raise ValueError(f"prompt: token {index}: expected an id from 0 to {vocab_size - 1}, found {token!r}")
-        return np.asarray(prompt, np.int32)
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        if params.stop_ids is not None:
-            return params.stop_ids
-        ids = tuple(self.model["eos_token_ids"])
-        if len(ids) > MAX_STOP_IDS:
-            raise ValueError(f"eos_token_ids of the model: expected at most {MAX_STOP_IDS} ids, found {len(ids)}")
-        return ids
 
     def cancel(self, request: int) -> None:
         """Drop a request; no further event of it comes. One that has ended is left alone.
@@ -203,115 +126,70 @@ class Decoder:
                 return
             self._queue.popleft()
             request.slot = min(set(range(self.limits.max_requests)) - set(self._slots))
+            request.goal = len(request.prompt)
+            request.waited += time.perf_counter()
             self._pages.reserve(request.slot, min(tokens, pages * self.limits.page_size, self.limits.max_context))
             self._slots[request.slot] = request
-            self._reset_slot(request)
+            self._passes.reset_slot(request, self._pages.block_table(request.slot))
 
-    def _reset_slot(self, request: _Request) -> None:
-        """Everything that a slot's last request may have left, the drafter's state included."""
-        params = request.params
-        stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-        stop_ids[: len(request.stop_ids)] = request.stop_ids
-        values = {
-            "active": 0,
-            "request_rows": 0,
-            "context_len": 0,
-            "block_table": self._pages.block_table(request.slot),
-            "remaining": request.most - 1,  # the first token comes from the prefill
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "top_k": params.top_k,
-            "seed": params.seed,
-            "stop_ids": stop_ids,
-            "tree_budget": 0,
-            "tree_cost": 0.0,
-            "tree_width": request.budget.width,
-            "calibration": 1.0,
-            "draft_start": 0,
-            "finish": FINISH_NONE,
-        }
-        for name, value in values.items():
-            self._executor.write(name, value, request.slot)
-
-    def _release(self, request: _Request) -> None:
+    def _release(self, request: Request) -> None:
         self._pages.release(request.slot)
         del self._slots[request.slot]
-        for name in ("active", "request_rows", "context_len", "block_table"):
-            self._executor.write(name, 0, request.slot)
+        self._passes.clear_slot(request.slot)
+
+    def _end(self, request: Request, tokens: tuple[int, ...], finish: str) -> Event:
+        """The last event of `request`, which gives up its slot and pages."""
+        self._release(request)
+        error = NAN_ERROR if finish == "error" else None
+        usage, timing = request.usage(), request.timing()
+        return Event(request.id, Output(tokens, finish=finish, error=error, usage=usage, timing=timing))
 
     # ---- prefill ----
 
-    def _prefill(self, request: _Request) -> list[Event]:
-        executor, slot, start = self._executor, request.slot, request.prefilled
-        chunk = request.prompt[start : start + self._buckets["prefill"][-1]]
-        count = len(chunk)
-        bucket = self._bucket("prefill", count)
-        positions = np.arange(start, start + count, dtype=np.int32)
-        slots = self._pages.slots(slot, positions)
-        self._write_rows("tokens", bucket, chunk, 0)
-        self._write_rows("positions", bucket, positions, 0)
-        self._write_rows("row_request", bucket, np.full(count, slot, np.int32), -1)
-        self._write_rows("row_slot", bucket, slots, 0)
-        self._write_rows("row_parent", bucket, np.arange(-1, count - 1, dtype=np.int32), -1)
-        executor.write("first_row", 0)
-        executor.write("request_rows", 0)
-        executor.write("request_rows", count, slot)
-        executor.write("last_row", count - 1)
-        executor.write("last_position", int(positions[-1]))
-        executor.write("last_request", slot)
-        with self.seconds.measure("prefill"):
-            executor.run(f"prefill[{bucket}]")
-        request.prefilled += count
-        request.context += count
-        executor.write("request_rows", 0)
-        executor.write("context_len", request.context, slot)
-        if request.drafts:
-            self._write_rows("append_rows", self._bucket("append", count), np.arange(count, dtype=np.int32), -1)
-            self._write_rows("append_positions", self._bucket("append", count), positions, 0)
-            self._write_rows("append_slots", self._bucket("append", count), slots, 0)
-            self._append(count)
-        return self._first_token(request) if request.ready else []
+    def _prefill(self, request: Request) -> list[Event]:
+        start = request.context
+        chunk = request.sequence()[start : request.goal][: self._passes.buckets["prefill"][-1]]
+        kv_slots = self._pages.slots(request.slot, np.arange(start, start + len(chunk)))
+        with self.seconds.measure("prefill", [request.seconds]):
+            self._passes.prefill(request.slot, chunk, start, kv_slots)
+            if request.drafts:
+                self._passes.append_prefill(len(chunk), start, kv_slots)
+        request.context += len(chunk)
+        return [self._first_token(request)] if request.ready else []
 
-    def _first_token(self, request: _Request) -> list[Event]:
+    def _first_token(self, request: Request) -> Event:
+        """What the last prefill chunk has drawn."""
         token = int(self._executor.read("sampled")[0])
         self.stats.prompt_tokens += len(request.prompt)
         if token < 0:
-            self._release(request)
-            return [Event(request.id, (), "error", NAN_ERROR, request.stats)]
-        request.generated = 1
-        request.stats.generated_tokens += 1
+            return self._end(request, (), "error")
+        request.generated.append(token)
         self.stats.generated_tokens += 1
-        finish = "stop" if token in request.stop_ids else "length" if request.most == 1 else None
-        if finish is None:
-            self._executor.write("anchor", token, request.slot)
-            self._executor.write("active", 1, request.slot)
-        else:
-            self._release(request)
-        return [Event(request.id, (token,), finish, stats=request.stats if finish else None)]
+        if token in request.stop_ids:
+            return self._end(request, (token,), "stop")
+        if len(request.generated) == request.most:
+            return self._end(request, (token,), "length")
+        self._passes.activate(request.slot, token)
+        return Event(request.id, Output((token,)))
 
     # ---- decode ----
 
-    def _decode(self, decoding: list[_Request]) -> list[Event]:
-        executor = self._executor
+    def _decode(self, decoding: list[Request]) -> list[Event]:
         drafting = self._spread_budget(decoding)
-        with self.seconds.measure("draft"):
-            if drafting:
-                bucket = self._bucket("draft", len(drafting))
-                slots = np.asarray([request.slot for request in drafting], np.int32)
-                self._write_rows("draft_requests", bucket, slots, -1)
-                executor.run(f"draft[{bucket}]")
-            else:
-                executor.run(f"root[{self._buckets['root'][0]}]")
-        rows = int(executor.read("num_rows")[0])
-        with self.seconds.measure("verify"):
-            executor.run(f"verify[{self._bucket('verify', rows)}]")
+        with self.seconds.measure("draft", [request.seconds for request in drafting]):
+            rows = self._passes.draft([request.slot for request in drafting])
+        with self.seconds.measure("verify", [request.seconds for request in decoding]):
+            self._passes.verify(rows)
         return self._collect(decoding, {request.id for request in drafting})
 
-    def _spread_budget(self, decoding: list[_Request]) -> list[_Request]:
+    def _spread_budget(self, decoding: list[Request]) -> list[Request]:
         """Fill the tree buffers of this step; gives the requests that are worth a draft."""
         context = float(np.mean([request.context for request in decoding]))
-        wanting = [r for r in decoding if r.generated + 1 < r.most and r.budget.wants_draft(len(decoding), context)]
+        wanting = [
+            request
+            for request in decoding
+            if len(request.generated) + 1 < request.most and request.budget.wants_draft(len(decoding), context)
+        ]
         share = (self.limits.max_rows - len(decoding)) // max(1, len(wanting))
         drafting = []
         for request in decoding:
@@ -327,39 +205,39 @@ class Decoder:
                 self._executor.write("tree_cost", costs if request.budget.adaptive else 0.0, request.slot)
         return drafting
 
-    def _collect(self, decoding: list[_Request], drafted: set[int]) -> list[Event]:
+    def _collect(self, decoding: list[Request], drafted: set[int]) -> list[Event]:
         """Read what `ddtree_accept` reports, feed the drafter's context, end what has ended."""
-        executor = self._executor
-        counts = executor.read("num_emitted").tolist()
-        emitted = executor.read("emitted").tolist()
-        finish = executor.read("finish").tolist()
+        counts = self._executor.read("num_emitted").tolist()
+        emitted = self._executor.read("emitted").tolist()
+        reasons = [FINISH_REASONS.get(code) for code in self._executor.read("finish").tolist()]
+        for request in decoding:
+            count = counts[request.slot]
+            if count == 0 and reasons[request.slot] is None:
+                raise RuntimeError(f"request {request.id}: a decode pass gave no token and no reason to end")
+            request.context += count
+            request.generated += emitted[request.slot][:count]
+            self._count(request, request.id in drafted, reasons[request.slot] is None)
+        # before anything else runs: the next pass overwrites the rows that this one tapped
+        going_on = [request for request in decoding if reasons[request.slot] is None]
+        if any(request.drafts for request in going_on):
+            with self.seconds.measure("draft", [request.seconds for request in going_on if request.drafts]):
+                self._passes.append(sum(counts[request.slot] for request in decoding))
         events = []
         for request in decoding:
-            slot, count = request.slot, counts[request.slot]
-            reason = FINISH_REASONS.get(finish[slot])
-            if count == 0 and reason is None:
-                raise RuntimeError(f"request {request.id}: a decode pass gave no token and no reason to end")
-            tokens = tuple(emitted[slot][:count])
-            request.context += count
-            request.generated += count
-            self._count(request, request.id in drafted, reason is None)
-            error = NAN_ERROR if reason == "error" else None
-            events.append(Event(request.id, tokens, reason, error, request.stats if reason else None))
-        # before anything else runs: the next pass overwrites the rows that this one tapped
-        goes_on = [request for request, event in zip(decoding, events, strict=True) if event.finish is None]
-        if any(request.drafts for request in goes_on):
-            self._append(sum(counts[request.slot] for request in decoding))
-        for request, event in zip(decoding, events, strict=True):
-            if event.finish is not None:
-                self._release(request)
+            tokens, reason = tuple(emitted[request.slot][: counts[request.slot]]), reasons[request.slot]
+            if reason is None:
+                events.append(Event(request.id, Output(tokens)))
+            else:
+                events.append(self._end(request, tokens, reason))
         return events
 
-    def _count(self, request: _Request, drafted: bool, goes_on: bool) -> None:
+    def _count(self, request: Request, drafted: bool, goes_on: bool) -> None:
         executor, slot = self._executor, request.slot
         first, rows = int(executor.read("first_row")[slot]), int(executor.read("request_rows")[slot])
         tokens = int(executor.read("num_emitted")[slot])
-        for stats in (request.stats, self.stats):
-            stats.add_pass(rows, tokens, drafted)
+        request.passes += 1
+        request.rows += rows
+        self.stats.add_pass(rows, tokens, drafted)
         if not drafted:
             return
         path = executor.read("path_rows")[slot, :tokens].tolist()
@@ -368,23 +246,8 @@ class Decoder:
         tree = TreeResult.read(parents, weights, path, first)
         # a walk that was cut (stop id, max_tokens) says nothing about the depth after the cut
         reached = len(tree.mass) if goes_on else tree.accepted
-        for stats in (request.stats, self.stats):
-            stats.add_tree(tree.depth, reached, tree.accepted)
+        request.accepted += tree.accepted
+        self.stats.add_tree(tree.depth, reached, tree.accepted)
         if goes_on:
             request.budget.observe(tree)
-            self._executor.write("calibration", request.budget.factors, slot)
-
-    def _append(self, rows: int) -> None:
-        with self.seconds.measure("draft"):
-            self._executor.run(f"append[{self._bucket('append', rows)}]")
-
-    # ---- helpers ----
-
-    def _bucket(self, phase: str, size: int) -> int:
-        return next(bucket for bucket in self._buckets[phase] if bucket >= size)
-
-    def _write_rows(self, name: str, bucket: int, values: np.ndarray, padding: int) -> None:
-        """The first `bucket` entries of buffer `name`: `values`, then `padding`."""
-        rows = np.full(bucket, padding, np.int32)
-        rows[: len(values)] = values
-        self._executor.write(name, rows, slice(0, bucket))
+            executor.write("calibration", request.budget.factors, slot)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_runtime.budget import Speculation
+from engine_runtime.generation import GenerationRequest, Output
 from engine_runtime.sampling import SamplingParams
 from engine_runtime.stats import DecodeStats
 
@@ -67,29 +69,31 @@ def run_request(
     on_tokens: called with each step's tokens and whether they are the last. Ctrl-C ends the request early, with what
     it has so far.
     """
-    before = runtime.seconds.to_json()
+    before, counted = runtime.seconds.to_json(), copy.deepcopy(runtime.stats)
     start = time.perf_counter()
-    request = runtime.submit(prompt, params, speculation)
+    request = runtime.submit(GenerationRequest(tuple(prompt), params, speculation))
     tokens: list[int] = []
     first_token: float | None = None
-    finish, error, stats = "interrupted", None, None
+    last: Output | None = None
     try:
-        while stats is None:
+        while last is None:
             for event in runtime.step():
                 if event.request != request:
                     continue
-                tokens += event.tokens
+                output = event.output
+                tokens += output.tokens
                 if tokens and first_token is None:
                     first_token = time.perf_counter() - start
-                if event.finish is not None:
-                    finish, error, stats = event.finish, event.error, event.stats or DecodeStats(0)
-                on_tokens(event.tokens, event.finish is not None)
+                if output.finish is not None:
+                    last = output
+                on_tokens(output.tokens, last is not None)
     except KeyboardInterrupt:
-        stats = stats or runtime.stats
+        last = last or Output(finish="interrupted")
     total = time.perf_counter() - start
     spent = {part: value - before[part] for part, value in runtime.seconds.to_json().items()}
     seconds = Seconds(total, total if first_token is None else first_token, **spent)
-    return Measured(len(prompt), tokens, finish, error, stats, seconds)
+    stats = runtime.stats.since(counted)
+    return Measured(len(prompt), tokens, str(last.finish), last.error, stats, seconds)
 
 
 def acceptance(stats: DecodeStats) -> list[dict[str, Any]]:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_runtime.budget import CostTable, Speculation
+from engine_runtime.budget import CostTable
 from engine_runtime.decoder import Decoder, Event
 from engine_runtime.engine import EngineError, load_engine
+from engine_runtime.generation import GenerationRequest, Output
 from engine_runtime.ranks import DEFAULT_TIMEOUT, RankGroup
-from engine_runtime.sampling import SamplingParams
 from engine_runtime.stats import DecodeStats, TimeSplit
 from engine_runtime.step_costs import measure_costs
 from plugins.core.engine_file import Manifest, read_manifest
@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished request: its tokens (a stop id included), why it ended, and its counts."""
+    """One finished request: all its tokens (a stop id included) and its last output, with why it ended and usage."""
 
     tokens: tuple[int, ...]
-    finish: str
-    error: str | None
-    stats: DecodeStats
+    last: Output
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class RankRuntime:
         self.decoder = Decoder(self.executor, options.costs, options.calibrate)
         self.plugin_seconds = self.executor.collect_profile() if options.profile else None
 
-    def submit(self, *args: Any) -> int:
-        return self.decoder.submit(*args)
+    def submit(self, request: GenerationRequest) -> int:
+        return self.decoder.submit(request)
 
     def step(self) -> list[Event]:
         return self.decoder.step()
@@ -117,14 +115,9 @@ class Runtime:
         options = RankOptions(str(directory), threads, verify, costs, calibrate, profile)
         return Runtime(manifest, RankGroup(manifest.tp, RankRuntime, (options,), timeout))
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-    ) -> int:
+    def submit(self, request: GenerationRequest) -> int:
         """Queue a request; see `Decoder.submit`."""
-        return self._group.call_checked("submit", list(prompt), params, speculation)
+        return self._group.call_checked("submit", request)
 
     def step(self) -> list[Event]:
         """One step of all requests; see `Decoder.step`."""
@@ -134,31 +127,19 @@ class Runtime:
         """Drop a request; see `Decoder.cancel`."""
         self._group.call_checked("cancel", request)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        speculation: Speculation | None = None,
-    ) -> list[Completion]:
-        """Generate for all `prompts` (token ids) and return when all have ended, in their order.
-
-        params: one for all, or one each.
-        """
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        ids = [self.submit(p, q, speculation) for p, q in zip(prompts, each, strict=True)]
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Run all `requests` and return when all have ended, in their order."""
+        ids = [self.submit(request) for request in requests]
         tokens: dict[int, list[int]] = {request: [] for request in ids}
-        last: dict[int, Event] = {}
+        last: dict[int, Output] = {}
         while len(last) < len(ids):
             for event in self.step():
                 if event.request not in tokens:
                     continue  # submitted by someone else before
-                tokens[event.request] += event.tokens
-                if event.finish is not None:
-                    last[event.request] = event
-        return [
-            Completion(tuple(tokens[i]), str(last[i].finish), last[i].error, last[i].stats or DecodeStats(0))
-            for i in ids
-        ]
+                tokens[event.request] += event.output.tokens
+                if event.output.finish is not None:
+                    last[event.request] = event.output
+        return [Completion(tuple(tokens[i]), last[i]) for i in ids]
 
     def measure_costs(self) -> CostTable:
         """Measure the step costs on this machine and use them for the requests that follow.

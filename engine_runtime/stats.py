@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+COUNTS = ("prompt_tokens", "generated_tokens", "passes", "tokens", "rows", "drafted_passes")
+BY_DEPTH = ("offered", "reached", "accepted")
+
 
 @dataclass
 class DecodeStats:
-    """Counts of one request, or of all together.
+    """Counts of decoding, over all requests.
 
     passes: decode passes (verify runs; a pass over n requests counts once for each of them). tokens: tokens
     that those passes emitted (the first token of a request comes from its prefill and is not among them).
@@ -32,7 +35,7 @@ class DecodeStats:
     accepted: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("offered", "reached", "accepted"):
+        for name in BY_DEPTH:
             setattr(self, name, [0] * self.depth)
 
     @property
@@ -48,31 +51,45 @@ class DecodeStats:
 
     def add_tree(self, offered: int, reached: int, accepted: int) -> None:
         """Depths (0: none) that one tree held, that its walk got to be offered, and that it accepted."""
-        for name, depth in (("offered", offered), ("reached", reached), ("accepted", accepted)):
+        for name, depth in zip(BY_DEPTH, (offered, reached, accepted), strict=True):
             counts = getattr(self, name)
             for index in range(depth):
                 counts[index] += 1
 
+    def since(self, earlier: DecodeStats) -> DecodeStats:
+        """What was counted after `earlier`, a copy of these counts as they were."""
+        result = DecodeStats(self.depth)
+        for name in COUNTS:
+            setattr(result, name, getattr(self, name) - getattr(earlier, name))
+        for name in BY_DEPTH:
+            pairs = zip(getattr(self, name), getattr(earlier, name), strict=True)
+            setattr(result, name, [now - then for now, then in pairs])
+        return result
+
     def to_json(self) -> dict[str, Any]:
-        names = ("prompt_tokens", "generated_tokens", "passes", "tokens", "rows", "drafted_passes")
-        value = {name: getattr(self, name) for name in names}
-        value |= {name: list(getattr(self, name)) for name in ("offered", "reached", "accepted")}
+        value = {name: getattr(self, name) for name in COUNTS}
+        value |= {name: list(getattr(self, name)) for name in BY_DEPTH}
         return {**value, "tokens_per_pass": round(self.tokens_per_pass, 4)}
 
 
 @dataclass
 class TimeSplit:
-    """Seconds spent in the passes of each part of decoding; draft includes the tree and the drafter's context."""
+    """Seconds spent in the passes of each part of decoding, the drafter's context of a prompt counted as prefill and
+    that of generated tokens as draft; of one request: its shares of them."""
 
     prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
+    def measure(self, part: str, shared_by: Sequence[TimeSplit]) -> Iterator[None]:
+        """Add the time of the body to `part` here, and equal shares of it to those of `shared_by`."""
         start = time.perf_counter()
         yield
-        setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        setattr(self, part, getattr(self, part) + seconds)
+        for other in shared_by:
+            setattr(other, part, getattr(other, part) + seconds / len(shared_by))
 
     def to_json(self) -> dict[str, float]:
         return {"prefill": self.prefill, "draft": self.draft, "verify": self.verify}

@@ -14,6 +14,7 @@ from engine_runtime.budget import CostTable, Speculation
 from engine_runtime.cli import main
 from engine_runtime.decoder import Event
 from engine_runtime.engine import EngineError
+from engine_runtime.generation import Output
 from engine_runtime.ranks import RankError
 from engine_runtime.runtime import Runtime
 from engine_runtime.stats import DecodeStats, TimeSplit
@@ -46,14 +47,15 @@ class FakeRuntime:
         self.plugin_seconds = None
         self._steps = 0
 
-    def submit(self, prompt, params, speculation):
+    def submit(self, request):
+        prompt, params, speculation = request.prompt, request.params, request.speculation
         if len(prompt) > 100:
             raise ValueError(f"prompt: {len(prompt)} tokens leave no room")
         self.submitted.append((list(prompt), params, speculation))
         self._left = list(self.answer) if params.stop_ids == () else [*self.answer, self._stop]
         if self.differ and speculation.mode == "tree":
             self._left[0] = ord("#")
-        self._request_stats = DecodeStats(2, prompt_tokens=len(prompt))
+        self._first = True
         return len(self.submitted) - 1
 
     @property
@@ -64,16 +66,16 @@ class FakeRuntime:
         self._steps += 1
         if self.fail_at == self._steps:
             raise KeyboardInterrupt
-        width = 1 if self.submitted[-1][2].mode == "off" or not self._request_stats.passes else 3
+        width = 1 if self.submitted[-1][2].mode == "off" or self._first else 3
+        self._first = False
         tokens, self._left = tuple(self._left[:width]), self._left[width:]
-        for stats in (self._request_stats, self.stats):
-            stats.add_pass(4, len(tokens), True)
-            stats.add_tree(2, 2, len(tokens) - 1)
+        self.stats.add_pass(4, len(tokens), True)
+        self.stats.add_tree(2, 2, len(tokens) - 1)
         self.seconds.verify += 0.25
-        other = Event(9999, (1, 2))  # of someone else's request
+        other = Event(9999, Output((1, 2)))  # of someone else's request
         if self._left:
-            return [other, Event(len(self.submitted) - 1, tokens)]
-        return [Event(len(self.submitted) - 1, tokens, self.finish, self.error, self._request_stats)]
+            return [other, Event(len(self.submitted) - 1, Output(tokens))]
+        return [Event(len(self.submitted) - 1, Output(tokens, finish=self.finish, error=self.error))]
 
     def measure_costs(self):
         return COSTS

@@ -10,6 +10,7 @@ import pytest
 from builder.cli import main
 from engine_runtime.bench import read_prompts
 from engine_runtime.budget import PLAIN, Speculation
+from engine_runtime.generation import GenerationRequest
 from engine_runtime.runtime import Runtime
 from engine_runtime.sampling import SamplingParams
 from engine_runtime.tokenizer import Tokenizer
@@ -30,8 +31,11 @@ def build(checkpoint: Path, draft: Path, output: Path, *options: str) -> Path:
 
 def texts(runtime: Runtime, prompts: list[list[int]], mode: Speculation, **params: object) -> list[tuple]:
     """(tokens, finish) of every prompt; the seed of a prompt is its index."""
-    chosen = [SamplingParams(seed=i, **params) for i in range(len(prompts))]  # type: ignore[arg-type]
-    return [(done.tokens, done.finish) for done in runtime.generate(prompts, chosen, mode)]
+    requests = [
+        GenerationRequest(tuple(prompt), SamplingParams(seed=i, **params), mode)  # type: ignore[arg-type]
+        for i, prompt in enumerate(prompts)
+    ]
+    return [(done.tokens, done.last.finish) for done in runtime.generate(requests)]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from engine_runtime.budget import CostTable, Speculation
 from engine_runtime.decoder import Decoder, Event
 from engine_runtime.sampling import SamplingParams
 from tests.runtime import toy
-from tests.runtime.toy import EOS, VOCAB, Drafter, ToyExecutor, toy_limits
+from tests.runtime.toy import EOS, VOCAB, Drafter, ToyExecutor, ask, toy_limits
 
 PROMPTS = 200
 TEMPERATURES = {"greedy": (0.0, 1.0), "0.7": (0.7, 1.0), "1.0 top_p": (1.0, 0.9)}
@@ -54,16 +54,16 @@ def decode(
     decoder = Decoder(executor, costs, calibrate)
     each = [speculation] * len(requests) if isinstance(speculation, Speculation) else speculation
     for (prompt, parameters), mode in zip(requests, each, strict=True):
-        decoder.submit(prompt, parameters, mode)
+        decoder.submit(ask(prompt, parameters, mode))
     tokens: list[list[int]] = [[] for _ in requests]
     ends: dict[int, Event] = {}
     while decoder.busy:
         for event in decoder.step():
             assert event.request not in ends, "an event after the end"
-            tokens[event.request] += event.tokens
-            if event.finish is not None:
+            tokens[event.request] += event.output.tokens
+            if event.output.finish is not None:
                 ends[event.request] = event
-    return [(tuple(t), str(ends[i].finish)) for i, t in enumerate(tokens)], decoder
+    return [(tuple(t), str(ends[i].output.finish)) for i, t in enumerate(tokens)], decoder
 
 
 @pytest.fixture(scope="module", params=TEMPERATURES, ids=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from engine_runtime.engine import EngineError, load_engine
 from engine_runtime.executor.cpu import CpuExecutor
 from engine_runtime.executor.null import check_ranks
 from engine_runtime.executor.splat import hash32
+from engine_runtime.generation import GenerationRequest
 from engine_runtime.runtime import Runtime
 from engine_runtime.sampling import SamplingParams
 from tests.checkpoints import make_tiny_checkpoint, make_tiny_draft
+from tests.runtime.toy import TREE, ask
 
 PAGE = 16
 OPTIONS = {"max_context": 192, "max_requests": 4, "page_size": PAGE, "verify_buckets": (1, 4, 16, 64)}
@@ -58,6 +60,12 @@ def requests(count: int, temperature: float) -> Work:
     ]
 
 
+def asked(
+    prompts: Sequence[list[int]], params: Sequence[SamplingParams], speculation: Speculation = TREE
+) -> list[GenerationRequest]:
+    return [ask(prompt, one, speculation) for prompt, one in zip(prompts, params, strict=True)]
+
+
 class Poisoned(CpuExecutor):
     """Whatever a pass does not write itself is NaN (or -1) while it runs."""
 
@@ -79,11 +87,11 @@ def hint(executor: CpuExecutor, decoder: Decoder, texts: list[Text]) -> None:
             if slot < 0:
                 continue
             request = decoder._slots[slot]
-            rest = texts[request.id][0][request.generated :]
+            rest = texts[request.id][0][len(request.generated) :]
             for d in range(min(depth, len(rest))):
                 row = candidates[block * depth + d]
                 ids = row[width:-1].view(torch.int32)
-                rank = int(hash32(np.array([request.generated + d], np.uint32), request.id)[0] % 3)
+                rank = int(hash32(np.array([len(request.generated) + d], np.uint32), request.id)[0] % 3)
                 ids[ids == rest[d]] = ids[rank].clone()
                 ids[rank] = rest[d]
                 row[:width] = torch.log_softmax(-torch.arange(width, dtype=torch.float32), 0)
@@ -110,15 +118,15 @@ def decode(
     if hints is not None:
         hint(executor, decoder, hints)
     for prompt, params in work:
-        decoder.submit(prompt, params, speculation)
+        decoder.submit(ask(prompt, params, speculation))
     tokens: list[list[int]] = [[] for _ in work]
     finish: dict[int, str] = {}
     while decoder.busy:
         for event in decoder.step():
-            assert event.error is None
-            tokens[event.request] += event.tokens
-            if event.finish is not None:
-                finish[event.request] = event.finish
+            assert event.output.error is None
+            tokens[event.request] += event.output.tokens
+            if event.output.finish is not None:
+                finish[event.request] = event.output.finish
     return [(tuple(t), finish[i]) for i, t in enumerate(tokens)], decoder
 
 
@@ -143,15 +151,15 @@ def test_kv_after_accepted_trees_is_that_of_a_fresh_prefill(engines: dict[str, P
     executor = CpuExecutor(engine.plan, engine.weights)
     decoder = Decoder(executor)
     hint(executor, decoder, texts)
-    decoder.submit(prompt, params, Speculation("tree", 15))
+    decoder.submit(ask(prompt, params, Speculation("tree", 15)))
     text = list(prompt)
     for _ in range(12):
-        text += [token for event in decoder.step() for token in event.tokens]
+        text += [token for event in decoder.step() for token in event.output.tokens]
     assert decoder.busy and decoder.stats.tokens_per_pass > 1.9
     found = committed(executor, len(text) - 1)
     executor = CpuExecutor(engine.plan, engine.weights)
     fresh = Decoder(executor)
-    fresh.submit(text[:-1], SamplingParams(max_tokens=9, stop_ids=()))
+    fresh.submit(ask(text[:-1], SamplingParams(max_tokens=9, stop_ids=())))
     fresh.step()
     for name, expected in committed(executor, len(text) - 1).items():
         assert np.allclose(found[name], expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()), name
@@ -179,9 +187,9 @@ def test_runtime_generates_what_the_decoder_does(engines: dict[str, Path], one: 
     engine = load_engine(engines["one"], 0)
     texts, _ = decode(CpuExecutor(engine.plan, engine.weights), work, PLAIN)
     prompts, params = zip(*work, strict=True)
-    done = one.generate(prompts, params, Speculation("tree", 8))
-    assert [(c.tokens, c.finish) for c in done] == texts
-    assert all(c.error is None and c.stats.generated_tokens == len(c.tokens) for c in done)
+    done = one.generate(asked(prompts, params, Speculation("tree", 8)))
+    assert [(c.tokens, c.last.finish) for c in done] == texts
+    assert all(c.last.error is None and c.last.usage and c.last.usage.completion_tokens == len(c.tokens) for c in done)
     assert not one.busy
     assert one.seconds.verify > 0 and one.plugin_seconds is None
 
@@ -190,18 +198,18 @@ def test_two_ranks_give_the_text_of_one(engines: dict[str, Path], one: Runtime) 
     prompts, params = zip(*requests(5, 0.8), strict=True)
     with Runtime.open(engines["two"], threads=1, verify="size", profile=True) as two:
         for speculation in (PLAIN, Speculation("tree", 8)):
-            expected = one.generate(prompts, params, speculation)
-            found = two.generate(prompts, params, speculation)
-            assert [(c.tokens, c.finish) for c in found] == [(c.tokens, c.finish) for c in expected]
+            expected = one.generate(asked(prompts, params, speculation))
+            found = two.generate(asked(prompts, params, speculation))
+            assert [(c.tokens, c.last.finish) for c in found] == [(c.tokens, c.last.finish) for c in expected]
         with pytest.raises(ValueError, match="prompt: token 0"):
-            two.submit([10**6])
-        request = two.submit([1, 2, 3])
+            two.submit(ask([10**6]))
+        request = two.submit(ask([1, 2, 3]))
         two.step()
         two.cancel(request)
         assert not two.busy and two.step() == []
         costs = two.measure_costs()
         assert costs.rows == (1, 4, 16, 64)
-        assert [c.tokens for c in two.generate(prompts, params)] == [c.tokens for c in expected]
+        assert [c.tokens for c in two.generate(asked(prompts, params))] == [c.tokens for c in expected]
         assert two.plugin_seconds is not None and two.plugin_seconds["all_reduce"] > 0
     assert not multiprocessing.active_children()
 
@@ -209,20 +217,20 @@ def test_two_ranks_give_the_text_of_one(engines: dict[str, Path], one: Runtime) 
 def test_costs_are_measured_and_change_no_text(engines: dict[str, Path]) -> None:
     prompts, params = zip(*requests(4, 0.0), strict=True)
     with Runtime.open(engines["one"], threads=1) as runtime:
-        expected = [c.tokens for c in runtime.generate(prompts, params, PLAIN)]
+        expected = [c.tokens for c in runtime.generate(asked(prompts, params, PLAIN))]
         table = runtime.measure_costs()
         assert table.rows == (1, 4, 16, 64) and set(table.draft) == {1, 2, 4}
         assert table.verify_seconds(64, 0) > table.verify_seconds(1, 0)
-        assert [c.tokens for c in runtime.generate(prompts, params)] == expected
-        runtime.submit(prompts[0])
+        assert [c.tokens for c in runtime.generate(asked(prompts, params))] == expected
+        runtime.submit(ask(prompts[0]))
         with pytest.raises(ValueError, match="only be measured while no request is running"):
             runtime.measure_costs()
 
 
 def test_synthetic_weights_run(engines: dict[str, Path]) -> None:
     with Runtime.open(engines["splat"], threads=1) as runtime:
-        (done,) = runtime.generate([[1, 2, 3]], SamplingParams(max_tokens=12, stop_ids=()), Speculation("tree", 4))
-        assert len(done.tokens) == 12 and done.error is None
+        (done,) = runtime.generate([ask([1, 2, 3], SamplingParams(max_tokens=12, stop_ids=()), Speculation("tree", 4))])
+        assert len(done.tokens) == 12 and done.last.error is None
         assert np.isfinite(runtime.read_buffer("logits")[0][0]).all()
 
 

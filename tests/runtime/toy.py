@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine_runtime.budget import Speculation
 from engine_runtime.executor.cpu import SingleRank
 from engine_runtime.executor.splat import hash32
+from engine_runtime.generation import GenerationRequest
+from engine_runtime.sampling import SamplingParams
 from plugins.core.plan import Phase, Plan
 from plugins.core.plugin import get_plugin
 from plugins.core.state import Limits, request_buffers, result_buffers, row_buffers
@@ -24,6 +27,7 @@ from plugins.core.torch_dtypes import TORCH_DTYPES
 VOCAB = 48
 EOS = 7
 SCALE = 10.0  # spread of the toy's logits: peaked enough that a good drafter is often right at temperature 1
+GREEDY, TREE = SamplingParams(), Speculation()
 
 # (executor, request slot, context tokens with the anchor last)
 #     -> logits [D, K] descending, ids [D, K], logsumexp of all logits [D]
@@ -41,6 +45,10 @@ def logits_of(checksums: np.ndarray, vocab: int = VOCAB) -> np.ndarray:
     """float32 [n, vocab] of uint32 [n] context checksums."""
     bits = hash32(np.arange(vocab, dtype=np.uint32)[None, :] + hash32(checksums, 1)[:, None], 2)
     return (bits.astype(np.float32) / np.float32(2**32)) ** 2 * np.float32(SCALE)
+
+
+def ask(prompt: Sequence[int], params: SamplingParams = GREEDY, speculation: Speculation = TREE) -> GenerationRequest:
+    return GenerationRequest(tuple(prompt), params, speculation)
 
 
 def toy_limits(**changes: int) -> Limits:
