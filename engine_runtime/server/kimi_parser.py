@@ -1,0 +1,263 @@
+"""Generated token ids -> reasoning, content and tool calls: a state machine on ids, never on text.
+
+A marker is one token, so a step may bring any number of tokens, with any number of markers among them, and the events
+that come out, joined, are the same for every cut of the stream. No marker is ever part of a text.
+
+What real output does beside the plain format, and what happens then:
+
+- the reasoning ends at `</think>`, or without it where a tool call begins; a leading `<think>` is skipped;
+- text after a section of calls is content; between the calls of a section only text that is not blank is;
+- a call is named by `functions.NAME:N`. An id of another form (`3`, `call_9f`) means the only tool there is, or the
+  only one whose parameters fit the arguments; else the id itself is the name, so that the client can say it is unknown;
+- arguments that are one JSON string holding JSON are unwrapped once, which means waiting for their end;
+- a call cut off by the token limit keeps the arguments it has; one cut off inside its id is dropped;
+- `<|tool_call_section_begin|>` (singular) is no token of the vocabulary: where a model spells it, it is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from engine_runtime.generation import TokenLogprobs
+from engine_runtime.server.contract import (
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    Tool,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from engine_runtime.tokenizer import StreamDecoder, Tokenizer
+
+_NATIVE_ID = re.compile(r"(?:functions\.)?([\w.\-]+):\d+")
+_MARKERS = {
+    "<think>": "think",
+    "</think>": "end_think",
+    "<|tool_calls_section_begin|>": "section",
+    "<|tool_calls_section_end|>": "end_section",
+    "<|tool_call_begin|>": "call",
+    "<|tool_call_argument_begin|>": "arguments",
+    "<|tool_call_end|>": "end_call",
+}
+
+
+class _In(Enum):
+    REASONING = auto()
+    CONTENT = auto()
+    SECTION = auto()  # between the calls of a section
+    ID = auto()
+    ARGUMENTS = auto()
+
+
+class KimiParser:
+    """Parses one turn. `tool_calls`: calls begun so far. `reasoning_tokens`: tokens of reasoning text.
+
+    starts_in_reasoning: the prompt ends with `<think>`. history_calls: calls in the prompt. parse_calls: without it
+    markers of calls are skipped and what stands between them is content.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        starts_in_reasoning: bool,
+        history_calls: int = 0,
+        tools: tuple[Tool, ...] = (),
+        parse_calls: bool = True,
+    ) -> None:
+        self.tool_calls = 0
+        self.reasoning_tokens = 0
+        self._tokenizer = tokenizer
+        self._history_calls = history_calls
+        self._tools = tools
+        known = tokenizer.special_tokens
+        self._markers = {
+            known[name]: kind
+            for name, kind in _MARKERS.items()
+            if name in known and (parse_calls or kind in ("think", "end_think"))
+        }
+        self._state = _In.REASONING if starts_in_reasoning else _In.CONTENT
+        self._text: StreamDecoder = tokenizer.stream()
+        self._events: list[ChatEvent] = []
+        self._piece = ""  # text of this state that no event holds yet
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._arguments: _Arguments | None = None
+
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> list[ChatEvent]:
+        """The events that `tokens` (with their `logprobs`, where asked for) bring about; may be none."""
+        for index, token in enumerate(tokens):
+            marker = self._markers.get(token)
+            if marker is not None:
+                self._mark(marker)
+            elif not self._tokenizer.is_special(token):
+                self._take(token, logprobs[index] if logprobs else None)
+        self._emit()
+        return self._drain()
+
+    def finish(self) -> list[ChatEvent]:
+        """The events that were held back for what might have followed."""
+        if self._state is _In.ARGUMENTS:
+            self._end_call(complete=False)
+        self._leave()
+        return self._drain()
+
+    # ---- tokens ----
+
+    def _take(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        self._piece += self._text.push((token,))
+        if self._state is _In.REASONING:
+            self.reasoning_tokens += 1
+        if self._state in (_In.REASONING, _In.CONTENT):
+            self._tokens.append(token)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
+
+    def _mark(self, marker: str) -> None:
+        if marker == "think":
+            self._enter(_In.REASONING)
+        elif marker == "end_think":
+            if self._state is _In.REASONING:
+                self._enter(_In.CONTENT)
+        elif marker == "section":
+            self._enter(_In.SECTION)
+        elif marker == "end_section":
+            self._enter(_In.CONTENT)
+        elif marker == "call":
+            self._enter(_In.ID)
+        elif marker == "arguments" and self._state is _In.ID:
+            self._piece += self._text.flush()
+            self._arguments = self._begin_call(self._piece.strip())
+            self._piece = ""
+            self._state = _In.ARGUMENTS
+        elif marker == "end_call":
+            self._enter(_In.SECTION)
+
+    def _enter(self, state: _In) -> None:
+        if state is self._state and state is not _In.ID:
+            return
+        if self._state is _In.ARGUMENTS:
+            self._end_call(complete=True)
+        self._leave()
+        self._state = state
+
+    def _leave(self) -> None:
+        """Give out what this state still holds."""
+        self._piece += self._text.flush()
+        if self._state is _In.SECTION and self._piece.strip():
+            self._state = _In.CONTENT
+        self._emit()
+        self._piece = ""
+        self._tokens, self._logprobs = [], []
+
+    # ---- events ----
+
+    def _emit(self) -> None:
+        """Turn the text at hand into an event, where the state streams its text."""
+        if self._state is _In.ARGUMENTS:
+            assert self._arguments is not None
+            self._events += self._arguments.push(self._piece)
+            self._piece = ""
+        if self._state not in (_In.REASONING, _In.CONTENT) or not self._piece:
+            return
+        tokens, logprobs = tuple(self._tokens), tuple(self._logprobs)
+        if self._state is _In.REASONING:
+            self._events.append(ReasoningDelta(self._piece, tokens))
+        else:
+            self._events.append(ContentDelta(self._piece, tokens, logprobs))
+        self._piece = ""
+        self._tokens, self._logprobs = [], []
+
+    def _drain(self) -> list[ChatEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _begin_call(self, id_: str) -> _Arguments:
+        index = self.tool_calls
+        self.tool_calls += 1
+        native = _NATIVE_ID.fullmatch(id_)
+        name = native.group(1) if native else id_.removeprefix("functions.")
+        known = native is not None or any(tool.name == name for tool in self._tools)
+        if not known and len(self._tools) == 1:
+            name, known = self._tools[0].name, True
+        return _Arguments(index, self._history_calls + index, name, self._tools if not known else ())
+
+    def _end_call(self, complete: bool) -> None:
+        assert self._arguments is not None
+        self._piece += self._text.flush()
+        self._events += self._arguments.push(self._piece)
+        self._events += self._arguments.finish(complete)
+        self._piece = ""
+        self._arguments = None
+        self._state = _In.SECTION
+
+
+class _Arguments:
+    """The arguments of one call: streamed as they come, without the blanks around them, except where something must
+    be known of the whole first (the tool's name, or that it is a JSON string)."""
+
+    def __init__(self, index: int, number: int, name: str, candidates: tuple[Tool, ...]) -> None:
+        self._index, self._number, self._name = index, number, name
+        self._candidates = candidates  # tools that the call may mean; empty: the name is settled
+        self._started = False
+        self._held = ""  # text that waits: leading or trailing blanks, or everything
+        self._whole = bool(candidates)
+
+    def push(self, text: str) -> list[ChatEvent]:
+        self._held += text
+        if not self._started:
+            self._held = self._held.lstrip()
+            if not self._held:
+                return []
+            self._whole = self._whole or self._held[0] == '"'
+        if self._whole:
+            self._started = True
+            return []
+        events = [] if self._started else [self._start()]
+        self._started = True
+        ready = self._held.rstrip()
+        self._held = self._held[len(ready) :]
+        return events + ([ToolCallDelta(self._index, ready)] if ready else [])
+
+    def finish(self, complete: bool) -> list[ChatEvent]:
+        if not self._started:
+            return [self._start(), *([ToolCallDelta(self._index, "{}")] if complete else [])]
+        if not self._whole:
+            return []
+        text = _unwrapped(self._held.rstrip())
+        self._name = _meant_tool(text, self._candidates) or self._name
+        return [self._start(), ToolCallDelta(self._index, text)]
+
+    def _start(self) -> ChatEvent:
+        return ToolCallStart(self._index, f"functions.{self._name}:{self._number}", self._name)
+
+
+def _unwrapped(text: str) -> str:
+    """The JSON inside `text`, where that is a JSON string holding an object; else `text`."""
+    try:
+        inner = json.loads(text)
+        if isinstance(inner, str) and isinstance(json.loads(inner), dict):
+            return inner.strip()
+    except ValueError:
+        pass  # arguments need not be valid: the client is told what the model wrote
+    return text
+
+
+def _meant_tool(arguments: str, tools: tuple[Tool, ...]) -> str | None:
+    """The only one of `tools` that takes arguments with these names and needs no others."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return None
+    if not isinstance(given, dict):
+        return None
+    fitting = [
+        tool.name
+        for tool in tools
+        if given.keys() <= tool.parameters.get("properties", {}).keys()
+        and set(tool.parameters.get("required", ())) <= given.keys()
+    ]
+    return fitting[0] if len(fitting) == 1 else None
