@@ -8,18 +8,20 @@ read back.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from engine_runtime.batch import Batch
 from engine_runtime.budget import CostTable, TreeBudget, TreeResult
 from engine_runtime.executor import Executor
 from engine_runtime.generation import GenerationRequest, Output
-from engine_runtime.kv import PageAllocator
 from engine_runtime.passes import Passes
+from engine_runtime.prefix_cache import PrefixMatch
 from engine_runtime.request import Request, check_prompt, stop_ids
-from engine_runtime.stats import DecodeStats, TimeSplit
+from engine_runtime.stats import DecodeStats, EngineStatus, TimeSplit
 from plugins.core.state import FINISH_LENGTH, FINISH_NAN, FINISH_STOP, Limits
 
 FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_NAN: "error"}
@@ -36,20 +38,26 @@ class Event:
 
 class Decoder:
     """Runs requests on one executor. `costs` switches `Speculation(budget=None)` to the measured cost rule;
-    `calibrate` keeps per-depth calibration in fixed-budget mode too."""
+    `calibrate` keeps per-depth calibration in fixed-budget mode too. `clock`: seconds, for timings only."""
 
-    def __init__(self, executor: Executor, costs: CostTable | None = None, calibrate: bool = False) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        costs: CostTable | None = None,
+        calibrate: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         plan = executor.plan
         self._executor = executor
         self.limits = Limits(**plan.settings["limits"])
         self.model = plan.settings["model"]
         self._costs = costs
         self._calibrate = calibrate
+        self._clock = clock
         self._passes = Passes(executor, self.limits)
-        self._pages = PageAllocator(self.limits)
-        self._queue: deque[Request] = deque()
-        self._slots: dict[int, Request] = {}
+        self._batch = Batch(self.limits, self._passes, clock)
         self._next_id = 0
+        self.prefilled = 0  # prompt tokens of the last step
         self.stats = DecodeStats(self.limits.draft_depth)
         self.seconds = TimeSplit()
 
@@ -57,17 +65,12 @@ class Decoder:
         """Take `costs` for requests that are submitted from now on."""
         self._costs = costs
 
+    @property
+    def prefill_buckets(self) -> list[int]:
+        """Sizes of a prefill chunk, ascending."""
+        return self._passes.buckets["prefill"]
+
     # ---- requests ----
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._queue or self._slots)
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a slot or for pages."""
-        return len(self._queue)
 
     def submit(self, given: GenerationRequest) -> int:
         """Queue a request and return its id (0, 1, 2, ..).
@@ -78,89 +81,115 @@ class Decoder:
         prompt = check_prompt(given.prompt, self.limits, self.model["vocab_size"])
         room = self.limits.max_context - len(prompt)
         most = room if given.params.max_tokens is None else min(given.params.max_tokens, room)
-        wanted = self._pages.pages(len(prompt) + most)
-        if wanted > self._pages.capacity:
-            raise ValueError(
-                f"request: {len(prompt)} prompt tokens and {most} to generate need {wanted} KV pages, "
-                f"the engine has {self._pages.capacity}: lower max_tokens or build with more pages"
-            )
         budget = TreeBudget(self.limits, given.speculation, self._costs, self._calibrate)
         request = Request(self._next_id, given, prompt, stop_ids(given, self.model), most, budget)
-        request.waited = -time.perf_counter()
+        self._batch.enqueue(request)
         self._next_id += 1
-        self._queue.append(request)
         return request.id
 
     def cancel(self, request: int) -> None:
-        """Drop a request; no further event of it comes. One that has ended is left alone.
+        """Drop a request and free what it has, at once; no further event of it comes. One that has ended is left alone.
 
         Raises ValueError for an id that was never given out.
         """
         if not 0 <= request < self._next_id:
             raise ValueError(f"request {request}: no such request")
-        self._queue = deque(other for other in self._queue if other.id != request)
-        for running in [other for other in self._slots.values() if other.id == request]:
-            self._release(running)
+        self._batch.drop(request)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._batch.queue or self._batch.slots)
+
+    @property
+    def decoding(self) -> int:
+        """Requests that the next step decodes, unless one of them is preempted."""
+        return len(self._batch.decoding())
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that the next prompt to be prefilled lacks, 0 where none waits; what the prefix cache has of a
+        request that is not admitted yet is not taken off."""
+        prefilling = self._batch.prefilling()
+        if prefilling is not None:
+            return prefilling.goal - prefilling.context
+        return self._batch.queue[0].length if self._batch.queue else 0
+
+    def status(self) -> EngineStatus:
+        """Queue, running requests, pages and cache counts."""
+        return self._batch.status()
+
+    def match(self, prompt: Sequence[int]) -> PrefixMatch:
+        """What a request with the prompt `prompt` would find in the prefix cache; changes nothing."""
+        return self._batch.pages.match(check_prompt(prompt, self.limits, self.model["vocab_size"]))
+
+    def clear_cache(self) -> None:
+        """Forget the cached text that no running request reads."""
+        self._batch.pages.clear_cache()
 
     # ---- the step ----
 
-    def step(self) -> list[Event]:
-        """Admit what fits, prefill one chunk of the oldest request that needs it, decode all others once."""
-        self._admit()
+    def step(self, prefill: int | None = None) -> list[Event]:
+        """Admit what fits, prefill up to `prefill` tokens (None: a whole chunk) of the oldest request that needs it,
+        decode all others once."""
+        self._batch.admit()
         events: list[Event] = []
-        prefilling = [request for request in self._slots.values() if not request.ready]
-        if prefilling:
-            events += self._prefill(min(prefilling, key=lambda request: request.id))
-        decoding = [self._slots[slot] for slot in sorted(self._slots) if self._slots[slot].ready]
+        self.prefilled = 0
+        prefilling = self._batch.prefilling()
+        if prefilling is not None and prefill != 0:
+            events += self._prefill(prefilling, prefill)
+        decoding = self._batch.with_pages(self._batch.decoding())
         if decoding:
             events += self._decode(decoding)
         return events
 
-    def _admit(self) -> None:
-        """First come, first served. A request gets all the pages it may need, so it never starves half way."""
-        while self._queue and len(self._slots) < self.limits.max_requests:
-            request = self._queue[0]
-            tokens = len(request.prompt) + request.most + request.budget.most
-            pages = min(self._pages.pages(tokens), self._pages.capacity)
-            if pages > self._pages.free_pages:
-                return
-            self._queue.popleft()
-            request.slot = min(set(range(self.limits.max_requests)) - set(self._slots))
-            request.goal = len(request.prompt)
-            request.waited += time.perf_counter()
-            self._pages.reserve(request.slot, min(tokens, pages * self.limits.page_size, self.limits.max_context))
-            self._slots[request.slot] = request
-            self._passes.reset_slot(request, self._pages.block_table(request.slot))
-
-    def _release(self, request: Request) -> None:
-        self._pages.release(request.slot)
-        del self._slots[request.slot]
-        self._passes.clear_slot(request.slot)
-
     def _end(self, request: Request, tokens: tuple[int, ...], finish: str) -> Event:
         """The last event of `request`, which gives up its slot and pages."""
-        self._release(request)
-        error = NAN_ERROR if finish == "error" else None
-        usage, timing = request.usage(), request.timing()
-        return Event(request.id, Output(tokens, finish=finish, error=error, usage=usage, timing=timing))
+        failed = finish == "error"
+        self._batch.release(request, keep=not failed)  # KV that led to NaN must not be found again
+        output = Output(
+            tokens,
+            finish=finish,
+            error=NAN_ERROR if failed else None,
+            usage=request.usage(),
+            timing=request.timing(),
+        )
+        return Event(request.id, output)
+
+    @contextmanager
+    def _measure(self, part: str, requests: Sequence[Request]) -> Iterator[None]:
+        """Add the time of the body to `part` of the whole, and equal shares of it to the requests."""
+        start = self._clock()
+        yield
+        seconds = self._clock() - start
+        self.seconds.add(part, seconds)
+        for request in requests:
+            request.seconds.add(part, seconds / len(requests))
 
     # ---- prefill ----
 
-    def _prefill(self, request: Request) -> list[Event]:
+    def _prefill(self, request: Request, most: int | None) -> list[Event]:
+        if request.cached is None:
+            self._batch.look_up(request)
         start = request.context
-        chunk = request.sequence()[start : request.goal][: self._passes.buckets["prefill"][-1]]
-        kv_slots = self._pages.slots(request.slot, np.arange(start, start + len(chunk)))
-        with self.seconds.measure("prefill", [request.seconds]):
+        chunk = request.sequence()[start : request.goal][: self.prefill_buckets[-1]][:most]
+        kv_slots = self._batch.pages.slots(request.slot, np.arange(start, start + len(chunk)))
+        with self._measure("prefill", [request]):
             self._passes.prefill(request.slot, chunk, start, kv_slots)
-            if request.drafts:
+            if self.limits.draft_depth:  # whether it drafts or not: those that find its pages may
                 self._passes.append_prefill(len(chunk), start, kv_slots)
+        self.prefilled = len(chunk)
         request.context += len(chunk)
-        return [self._first_token(request)] if request.ready else []
+        if not request.ready:
+            return []
+        self._batch.pages.share(request.slot, request.sequence())
+        return [self._first_token(request)]
 
     def _first_token(self, request: Request) -> Event:
         """What the last prefill chunk has drawn."""
         token = int(self._executor.read("sampled")[0])
-        self.stats.prompt_tokens += len(request.prompt)
+        if not request.generated:  # else it was preempted, and goes on
+            self.stats.prompt_tokens += len(request.prompt)
         if token < 0:
             return self._end(request, (), "error")
         request.generated.append(token)
@@ -176,9 +205,9 @@ class Decoder:
 
     def _decode(self, decoding: list[Request]) -> list[Event]:
         drafting = self._spread_budget(decoding)
-        with self.seconds.measure("draft", [request.seconds for request in drafting]):
+        with self._measure("draft", drafting):
             rows = self._passes.draft([request.slot for request in drafting])
-        with self.seconds.measure("verify", [request.seconds for request in decoding]):
+        with self._measure("verify", decoding):
             self._passes.verify(rows)
         return self._collect(decoding, {request.id for request in drafting})
 
@@ -193,9 +222,8 @@ class Decoder:
         share = (self.limits.max_rows - len(decoding)) // max(1, len(wanting))
         drafting = []
         for request in decoding:
-            # the root and the nodes must lie in the pages that the request has
-            room = self._pages.reserved_tokens(request.slot) - request.context - 1
-            nodes = min(request.budget.most, share, room) if request in wanting else 0
+            nodes = min(request.budget.most, share) if request in wanting else 0
+            nodes = self._batch.tree_room(request, nodes)
             self._executor.write("tree_budget", nodes, request.slot)
             if nodes > 0:
                 drafting.append(request)
@@ -214,14 +242,18 @@ class Decoder:
             count = counts[request.slot]
             if count == 0 and reasons[request.slot] is None:
                 raise RuntimeError(f"request {request.id}: a decode pass gave no token and no reason to end")
-            request.context += count
             request.generated += emitted[request.slot][:count]
             self._count(request, request.id in drafted, reasons[request.slot] is None)
         # before anything else runs: the next pass overwrites the rows that this one tapped
-        going_on = [request for request in decoding if reasons[request.slot] is None]
-        if any(request.drafts for request in going_on):
-            with self.seconds.measure("draft", [request.seconds for request in going_on if request.drafts]):
+        wanting = [request for request in decoding if request.drafts]
+        if wanting:
+            with self._measure("draft", wanting):
                 self._passes.append(sum(counts[request.slot] for request in decoding))
+        for request in decoding:
+            count = counts[request.slot]
+            if not wanting:
+                self._batch.pages.skip_draft(request.slot, request.context, request.context + count)
+            request.context += count
         events = []
         for request in decoding:
             tokens, reason = tuple(emitted[request.slot][: counts[request.slot]]), reasons[request.slot]

@@ -41,8 +41,11 @@ class Passes:
 
     # ---- slots ----
 
-    def reset_slot(self, request: Request, block_table: np.ndarray) -> None:
-        """Give `request` its slot: overwrites everything that the slot's last request may have left."""
+    def reset_slot(self, request: Request, block_table: np.ndarray, draft_start: int) -> None:
+        """Give `request` its slot: overwrites everything that the slot's last request may have left.
+
+        A request that was preempted comes here again, with the tokens that it has generated so far.
+        """
         params = request.given.params
         stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
         stop_ids[: len(request.stop_ids)] = request.stop_ids
@@ -62,7 +65,7 @@ class Passes:
             "tree_cost": 0.0,
             "tree_width": request.budget.width,
             "calibration": request.budget.factors,
-            "draft_start": 0,
+            "draft_start": draft_start,
             "finish": FINISH_NONE,
         }
         for name, value in values.items():
@@ -71,6 +74,9 @@ class Passes:
     def clear_slot(self, slot: int) -> None:
         for name in ("active", "request_rows", "context_len", "block_table"):
             self._executor.write(name, 0, slot)
+
+    def set_block_table(self, slot: int, block_table: np.ndarray) -> None:
+        self._executor.write("block_table", block_table, slot)
 
     def activate(self, slot: int, anchor: int) -> None:
         """Let slot `slot` take part in decode passes, `anchor` being its last token."""

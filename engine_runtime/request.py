@@ -19,8 +19,8 @@ class Request:
     """Host side of one request.
 
     most: tokens that it may generate. generated: those it has. slot: request slot, -1 while it waits. context: tokens
-    whose KV is written, a mirror of `context_len`. goal: tokens to prefill before it decodes. waited, seconds:
-    its timing so far.
+    whose KV is written, a mirror of `context_len`. goal: tokens to prefill before it decodes. cached: those of its
+    prompt that the prefix cache had, None until its prefill starts. waited, seconds: its timing so far.
     """
 
     id: int
@@ -33,6 +33,8 @@ class Request:
     slot: int = -1
     context: int = 0
     goal: int = 0
+    cached: int | None = None
+    preemptions: int = 0
     passes: int = 0
     rows: int = 0
     accepted: int = 0
@@ -49,6 +51,16 @@ class Request:
         """Whether it decodes; until then it is prefilled."""
         return self.context >= self.goal
 
+    @property
+    def reuses_kv(self) -> bool:
+        """Whether cached KV will do for its prompt; not where the prompt's own logits are wanted."""
+        return self.given.prompt_logprobs is None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and generated ones together."""
+        return len(self.prompt) + len(self.generated)
+
     def sequence(self) -> np.ndarray:
         """int32: prompt and generated tokens."""
         return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])
@@ -56,10 +68,12 @@ class Request:
     def usage(self) -> RequestUsage:
         return RequestUsage(
             prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached or 0,
             completion_tokens=len(self.generated),
             passes=self.passes,
             rows=self.rows,
             accepted=self.accepted,
+            preemptions=self.preemptions,
         )
 
     def timing(self) -> RequestTiming:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +15,10 @@ from engine_runtime.budget import CostTable
 from engine_runtime.decoder import Decoder, Event
 from engine_runtime.engine import EngineError, load_engine
 from engine_runtime.generation import GenerationRequest, Output
+from engine_runtime.prefix_cache import PrefixMatch
 from engine_runtime.ranks import DEFAULT_TIMEOUT, RankGroup
-from engine_runtime.stats import DecodeStats, TimeSplit
+from engine_runtime.scheduler import PrefillScheduler
+from engine_runtime.stats import DecodeStats, EngineStatus, TimeSplit
 from engine_runtime.step_costs import measure_costs
 from plugins.core.engine_file import Manifest, read_manifest
 
@@ -62,13 +65,17 @@ class RankRuntime:
     def submit(self, request: GenerationRequest) -> int:
         return self.decoder.submit(request)
 
-    def step(self) -> list[Event]:
-        return self.decoder.step()
+    def step(self, prefill: int) -> list[Event]:
+        return self.decoder.step(prefill)
 
     def cancel(self, request: int) -> None:
         self.decoder.cancel(request)
 
+    def clear_cache(self) -> None:
+        self.decoder.clear_cache()
+
     def measure_costs(self) -> CostTable:
+        self.decoder.clear_cache()  # the passes that are measured write over its pages
         return measure_costs(self.executor)
 
     def use_costs(self, costs: CostTable | None) -> None:
@@ -82,9 +89,11 @@ class RankRuntime:
 class Runtime:
     """Generation with one engine. Use as a context manager, or call `close`. Not thread-safe."""
 
-    def __init__(self, manifest: Manifest, group: RankGroup) -> None:
+    def __init__(self, manifest: Manifest, group: RankGroup, clock: Callable[[], float] = time.perf_counter) -> None:
         self.manifest = manifest
         self._group = group
+        self._clock = clock
+        self._scheduler = PrefillScheduler(self._rank.decoder.prefill_buckets)
 
     @staticmethod
     def open(
@@ -120,8 +129,13 @@ class Runtime:
         return self._group.call_checked("submit", request)
 
     def step(self) -> list[Event]:
-        """One step of all requests; see `Decoder.step`."""
-        return self._group.call("step")
+        """One step of all requests; see `Decoder.step`. Prompts get the share that `PrefillScheduler` allows them."""
+        decoder, decoding = self._rank.decoder, self._rank.decoder.decoding
+        prefill, start = decoder.seconds.prefill, self._clock()
+        events: list[Event] = self._group.call("step", self._scheduler.allow(decoding, decoder.remaining))
+        prefill, step = decoder.seconds.prefill - prefill, self._clock() - start
+        self._scheduler.observe(decoding, decoder.prefilled, prefill, step)
+        return events
 
     def cancel(self, request: int) -> None:
         """Drop a request; see `Decoder.cancel`."""
@@ -156,6 +170,18 @@ class Runtime:
     def read_buffer(self, name: str) -> list[np.ndarray]:
         """Copies of the persistent buffer `name` of every rank, in rank order (bfloat16 as uint16)."""
         return self._group.call_all("read_buffer", name)
+
+    def status(self) -> EngineStatus:
+        """Queue, running requests, pages and cache counts."""
+        return self._rank.decoder.status()
+
+    def match(self, prompt: Sequence[int]) -> PrefixMatch:
+        """What a request with the prompt `prompt` would find in the prefix cache; see `PrefixMatch`."""
+        return self._rank.decoder.match(prompt)
+
+    def clear_cache(self) -> None:
+        """Forget the cached text that no running request reads."""
+        self._group.call_checked("clear_cache")
 
     @property
     def busy(self) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,15 +78,24 @@ class TimeSplit:
     draft: float = 0.0
     verify: float = 0.0
 
-    @contextmanager
-    def measure(self, part: str, shared_by: Sequence[TimeSplit]) -> Iterator[None]:
-        """Add the time of the body to `part` here, and equal shares of it to those of `shared_by`."""
-        start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
+    def add(self, part: str, seconds: float) -> None:
         setattr(self, part, getattr(self, part) + seconds)
-        for other in shared_by:
-            setattr(other, part, getattr(other, part) + seconds / len(shared_by))
 
     def to_json(self) -> dict[str, float]:
         return {"prefill": self.prefill, "draft": self.draft, "verify": self.verify}
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What an engine is busy with. waiting, running: request ids, oldest first. kv_pages_used: pages that running
+    requests have; kv_pages_cached: pages that only the prefix cache keeps, as good as free. prefix_queries and
+    prefix_hits: prompt tokens looked up in the prefix cache, and those found there."""
+
+    waiting: tuple[int, ...]
+    running: tuple[int, ...]
+    kv_pages_total: int
+    kv_pages_used: int
+    kv_pages_cached: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int

@@ -75,16 +75,17 @@ def test_phases_of_one_request() -> None:
     drain(decoder)
     assert executor.log == [
         *("prefill[8]", "append[8]", "prefill[8]", "append[8]"),
-        *("draft[1]", "verify[8]"),  # the first token came from the prefill; eight more, and the end
+        *("draft[1]", "verify[8]", "append[8]"),  # the first token came from the prefill; eight more, and the end
     ]
 
 
-def test_plain_requests_leave_the_drafter_alone() -> None:
+def test_plain_requests_run_no_drafts() -> None:
+    """Only the drafter's context of the prompt is written: a request that finds it in the cache may draft."""
     executor = ToyExecutor(toy_limits(prefill_chunk=8))
     decoder = Decoder(executor)
     decoder.submit(ask(PROMPT, SamplingParams(max_tokens=3, stop_ids=()), Speculation("off")))
     drain(decoder)
-    assert executor.log == ["prefill[8]", "root[8]", "verify[1]", "root[8]", "verify[1]"]
+    assert executor.log == ["prefill[8]", "append[8]", "root[8]", "verify[1]", "root[8]", "verify[1]"]
 
 
 def test_without_a_drafter_everything_is_plain() -> None:
@@ -100,7 +101,7 @@ def test_the_last_token_is_not_drafted() -> None:
     decoder = Decoder(executor)
     decoder.submit(ask(PROMPT, SamplingParams(max_tokens=2, stop_ids=()), Speculation("tree", 16)))
     drain(decoder)
-    assert executor.log[-2:] == ["root[8]", "verify[1]"]
+    assert executor.log[-3:] == ["root[8]", "verify[1]", "append[8]"]
 
 
 def test_first_come_first_served_when_slots_and_pages_are_short() -> None:
@@ -206,9 +207,9 @@ def test_cancel_while_waiting_prefilling_and_decoding() -> None:
     waiting = decoder.submit(ask(PROMPT, SamplingParams(max_tokens=5)))
     prefilling = decoder.submit(ask([8] * 30, SamplingParams(max_tokens=5)))
     decoder.step()
-    assert decoder.waiting == 2
+    assert decoder.status().waiting == (waiting, prefilling) and decoder.status().running == (decoding,)
     decoder.cancel(waiting)
-    assert decoder.waiting == 1
+    assert decoder.status().waiting == (prefilling,)
     decoder.cancel(decoding)
     assert [event.request for event in decoder.step()] == []  # the first chunk of `prefilling`
     decoder.cancel(prefilling)

@@ -86,7 +86,7 @@ def hint(executor: CpuExecutor, decoder: Decoder, texts: list[Text]) -> None:
         for block, slot in enumerate(draft_requests.tolist()):
             if slot < 0:
                 continue
-            request = decoder._slots[slot]
+            request = decoder._batch.slots[slot]
             rest = texts[request.id][0][len(request.generated) :]
             for d in range(min(depth, len(rest))):
                 row = candidates[block * depth + d]
