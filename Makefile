@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[cpu,build,server,test]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1  # one file of it is an oracle
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1  # its renderers are oracles; the rest is not needed
 	touch $@
 
 demo: setup
