@@ -19,7 +19,24 @@ from tests.server.vocabulary import NANO, ids, template, tokenizer
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "kimi-tokenizer"
 CONVERSATIONS = 320
-WORDS = "def main(): return 中文 über naïve 12345 <b>x</b> {json: [1, 2]} item `code` émoji 🙂 https://x.y/z".split()
+WORDS = [
+    "def",
+    "main():",
+    "return",
+    "中文",
+    "über",
+    "naïve",
+    "12345",
+    "<b>x</b>",
+    "{json:",
+    "[1,",
+    "2]}",
+    "item",
+    "`code`",
+    "émoji",
+    "🙂",
+    "https://x.y/z",
+]
 WORDS.append("\n\t-")
 TOOLS = (
     Tool("Read", "Read a file.\nReturns text.", {"type": "object", "properties": {"path": {"type": "string"}}}),
