@@ -205,7 +205,7 @@ class Decoder:
 
     def _decode(self, decoding: list[Request]) -> list[Event]:
         drafting = self._spread_budget(decoding)
-        with self._measure("draft", drafting):
+        with self._measure("draft", drafting or decoding):
             rows = self._passes.draft([request.slot for request in drafting])
         with self._measure("verify", decoding):
             self._passes.verify(rows)

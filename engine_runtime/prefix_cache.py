@@ -76,7 +76,7 @@ class PrefixCache:
 
     def reusable(self, tokens: int) -> int:
         """Pages of a prompt of `tokens` that may come from the cache: its last token must be computed."""
-        return (tokens - 1) // self._size
+        return max(0, tokens - 1) // self._size
 
     def hold(self, nodes: Sequence[Node]) -> None:
         """One more reader of `nodes`, which continue a path that the reader holds."""

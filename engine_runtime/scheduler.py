@@ -1,7 +1,7 @@
 """How much of a step goes to prompts: chunked prefill that leaves running streams half of their speed.
 
-Decoding earns credit, a second for a second; a chunk of a prompt is run when it can be paid for, and costs what it
-took. So, over any while, prompts get at most as much time as decoding does, however many and however long they are.
+Decoding earns credit, `SHARE` seconds a second; a chunk of a prompt is run when it can be paid for, and costs what it
+took. So, over any while, prompts get no more time than decoding does, however many and however long they are.
 With nothing to decode, prompts get it all. Rank 0 decides and tells the others, as only its clock counts.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+SHARE = 0.8  # below 1, since passes that alternate with prefill find colder caches than alone
 SMOOTHING = 0.3  # weight of the newest measurement
 
 
@@ -41,9 +42,9 @@ class PrefillScheduler:
             before = self._measured.get(bucket, prefill_seconds)
             self._measured[bucket] = before + SMOOTHING * (prefill_seconds - before)
         if decoding:
-            earned = step_seconds - prefill_seconds
-            # a burst of saved credit would be a long stall: keep no more than the next chunk or one step is worth
-            most = max(self.seconds(self._buckets[0]), earned)
+            earned = SHARE * (step_seconds - prefill_seconds)
+            # what is saved while no prompt waits comes as one stall: no more than the next chunk and this step's worth
+            most = self.seconds(self._buckets[0]) + earned
             self.credit = min(self.credit + earned - prefill_seconds, most)
 
     def seconds(self, bucket: int) -> float:

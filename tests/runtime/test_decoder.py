@@ -14,22 +14,9 @@ from engine_runtime.sampling import SamplingParams
 from plugins.core.plan import Plan
 from plugins.core.state import FINISH_NAN
 from tests.runtime import toy
-from tests.runtime.toy import EOS, VOCAB, ToyExecutor, ask, toy_limits, toy_plan
+from tests.runtime.toy import EOS, VOCAB, ToyExecutor, ask, drain, text, toy_limits, toy_plan
 
 PROMPT = [1, 2, 3, 4, 5]
-
-
-def drain(decoder: Decoder, most: int = 10_000) -> list[Event]:
-    events: list[Event] = []
-    for _ in range(most):
-        if not decoder.busy:
-            return events
-        events += decoder.step()
-    raise AssertionError(f"still busy after {most} steps")
-
-
-def text(events: list[Event], request: int) -> list[int]:
-    return [token for event in events if event.request == request for token in event.output.tokens]
 
 
 @pytest.mark.parametrize(

@@ -1,81 +1,137 @@
-"""The page allocator: no page is ever shared, page 0 never given out, and shortage changes nothing."""
+"""The page pool: no page has two owners, page 0 never given out, shortage changes nothing, cached pages are reused."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_runtime.kv import OutOfPages, PageAllocator
+from engine_runtime.kv import PagePool
 from tests.runtime.toy import toy_limits
 
 LIMITS = toy_limits(max_requests=4, max_context=64, page_size=8, kv_pages=20)
+SLOTS = range(4)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 64)), max_size=60))
-def test_pages_are_never_shared(actions: list[tuple[int, int]]) -> None:
-    """0 tokens releases the slot; anything else reserves."""
-    pages = PageAllocator(LIMITS)
-    model: dict[int, int] = {}
-    for slot, tokens in actions:
-        if tokens == 0:
-            pages.release(slot)
-            model.pop(slot, None)
-        else:
-            wanted = max(model.get(slot, 0), -(-tokens // 8))
-            short = wanted - model.get(slot, 0) > 19 - sum(model.values())
-            before = [pages.block_table(s).tolist() for s in range(4)]
+def text(length: int, kind: int = 0) -> np.ndarray:
+    """Texts of different kinds have their first page in common, and no other."""
+    return np.where(np.arange(length) < 8, 0, kind).astype(np.int32)
+
+
+def table(pool: PagePool, slot: int) -> list[int]:
+    return [page for page in pool.block_table(slot).tolist() if page]
+
+
+ACTIONS = st.tuples(st.sampled_from(["open", "reserve", "share", "close"]), st.integers(0, 3), st.integers(1, 64))
+
+
+@given(st.lists(st.tuples(ACTIONS, st.integers(0, 2)), max_size=60))
+@settings(deadline=None)
+def test_every_page_has_one_owner(actions: list[tuple[tuple[str, int, int], int]]) -> None:
+    pool = PagePool(LIMITS)
+    texts: dict[int, np.ndarray] = {}
+    content: dict[int, tuple[int, ...]] = {}  # text up to the end of a page, once its slot has written it
+    for (action, slot, tokens), kind in actions:
+        before = {s: table(pool, s) for s in texts}
+        counts = (pool.used, pool.cached)
+        if action == "open" and slot not in texts:
+            prompt = text(min(tokens, 40), kind)
+            cached = pool.open(slot, prompt, 9)
+            if cached is None:
+                assert counts == (pool.used, pool.cached) and before == {s: table(pool, s) for s in texts}
+                continue
+            assert cached % 8 == 0 and cached < len(prompt)
+            texts[slot] = prompt
+            for index in range(cached // 8):
+                assert content[table(pool, slot)[index]] == tuple(prompt[: 8 * index + 8].tolist())
+            assert len(table(pool, slot)) == -(-min(len(prompt) + 9, 64) // 8)
+        elif action == "reserve" and slot in texts:
+            short = -(-tokens // 8) - len(before[slot]) > pool.total - pool.used
+            assert pool.reserve(slot, tokens) != short
             if short:
-                with pytest.raises(OutOfPages, match=r"need \d+ more pages, the pool has \d+ free"):
-                    pages.reserve(slot, tokens)
-                assert [pages.block_table(s).tolist() for s in range(4)] == before
+                assert before[slot] == table(pool, slot) and counts == (pool.used, pool.cached)
             else:
-                pages.reserve(slot, tokens)
-                model[slot] = wanted
-        owned = [page for s in range(4) for page in pages.block_table(s).tolist() if page]
-        assert len(owned) == len(set(owned)) == sum(model.values()) == pages.used_pages
-        assert pages.free_pages + pages.used_pages == LIMITS.kv_pages - 1
-        assert all(0 < page < LIMITS.kv_pages for page in owned)
-        for s in range(4):
-            table = pages.block_table(s)
-            assert np.count_nonzero(table) == model.get(s, 0) and not table[model.get(s, 0) :].any()
-            assert pages.reserved_tokens(s) == min(model.get(s, 0) * 8, 64)
+                assert table(pool, slot)[: len(before[slot])] == before[slot]
+                assert pool.reserved_tokens(slot) >= tokens
+        elif slot in texts:
+            for index, page in enumerate(before[slot][: len(texts[slot]) // 8]):
+                content[page] = tuple(texts[slot][: 8 * index + 8].tolist())
+            if action == "share":
+                pool.share(slot, texts[slot])
+                assert before[slot] == table(pool, slot)
+            else:
+                pool.close(slot, texts.pop(slot))
+        private = [page for s in texts for page in table(pool, s)[len(pool._tables[s].path) :]]
+        shared = set(pool._cache._by_page)
+        assert len(private) == len(set(private)) and not shared & set(private)
+        assert sorted([*private, *shared, *pool._free]) == list(range(1, LIMITS.kv_pages))
+        assert pool.used == len({page for s in texts for page in table(pool, s)})
+        assert pool.used + pool.cached + len(pool._free) == pool.total == 19
+    for slot in texts:
+        pool.close(slot, texts[slot])
+    assert pool.used == 0
+    pool.clear_cache()
+    assert pool.cached == 0 and sorted(pool._free) == list(range(1, LIMITS.kv_pages))
 
 
-def test_growing_keeps_what_is_there() -> None:
-    pages = PageAllocator(LIMITS)
-    pages.reserve(0, 9)
-    first = pages.block_table(0)[:2].tolist()
-    pages.reserve(1, 1)
-    pages.reserve(0, 30)
-    assert pages.block_table(0)[:2].tolist() == first
-    pages.reserve(0, 3)
-    assert pages.reserved_tokens(0) == 32
+def test_a_prompt_never_comes_whole_from_the_cache() -> None:
+    """The logits of its last token are needed."""
+    pool = PagePool(LIMITS)
+    assert pool.open(0, text(24), 1) == 0
+    pool.close(0, text(24))
+    for length, cached in ((7, 0), (8, 0), (9, 8), (16, 8), (17, 16), (24, 16), (25, 24), (40, 24)):
+        assert pool.match(np.zeros(length, np.int32)).cached == cached
+        assert pool.open(0, np.zeros(length, np.int32), 1) == cached
+        pool.close(0, np.zeros(0, np.int32))
+    assert pool.open(0, text(24), 1, use_cache=False) == 0
+
+
+def test_a_request_may_start_with_what_was_cached_after_its_admission() -> None:
+    pool = PagePool(LIMITS)
+    assert pool.open(0, text(30), 2) == pool.open(1, text(30), 2) == 0
+    used = pool.used
+    pool.share(0, text(30))
+    assert pool.reopen(1, text(30)) == 24
+    assert table(pool, 1)[:3] == table(pool, 0)[:3] and table(pool, 1)[3] != table(pool, 0)[3]
+    assert pool.used == used - 3
+    pool.close(0, text(30))
+    pool.close(1, text(30))
+    assert (pool.used, pool.cached) == (0, 3)
+
+
+def test_drafts_start_behind_the_last_page_without_draft_context() -> None:
+    pool = PagePool(LIMITS)
+    pool.open(0, text(8), 30)
+    pool.skip_draft(0, 10, 13)
+    assert pool.draft_start(0) == 16
+    pool.close(0, text(32))
+    assert pool.open(1, text(30), 1) == 24 and pool.draft_start(1) == 16
+    assert pool.open(2, text(12), 1) == 8 and pool.draft_start(2) == 0
 
 
 def test_slot_of_a_position() -> None:
-    pages = PageAllocator(LIMITS)
-    pages.reserve(2, 8)
-    pages.reserve(3, 8)
-    pages.reserve(2, 20)
-    table = pages.block_table(2)
-    positions = np.arange(20)
-    expected = [table[p // 8] * 8 + p % 8 for p in range(20)]
-    assert pages.slots(2, positions).tolist() == expected
+    pool = PagePool(LIMITS)
+    pool.open(2, text(7), 1)
+    pool.open(3, text(7), 1)
+    assert pool.reserve(2, 20)
+    pages = pool.block_table(2)
+    assert pool.slots(2, np.arange(20)).tolist() == [pages[p // 8] * 8 + p % 8 for p in range(20)]
     with pytest.raises(IndexError):
-        pages.slots(2, np.array([24]))
+        pool.slots(2, np.array([24]))
 
 
-def test_released_pages_come_back_lowest_first() -> None:
-    pages = PageAllocator(LIMITS)
+def test_pages_are_given_out_lowest_first() -> None:
+    pool = PagePool(LIMITS)
     for slot in range(3):
-        pages.reserve(slot, 16)
-    pages.release(1)
-    pages.reserve(3, 24)
-    assert pages.block_table(3)[:3].tolist() == [3, 4, 7]
+        pool.open(slot, text(15), 1)
+    pool.close(1, text(0))
+    pool.open(3, text(23), 1)
+    assert table(pool, 3) == [3, 4, 7]
 
 
 def test_beyond_the_context_is_refused() -> None:
+    pool = PagePool(LIMITS)
+    pool.open(0, text(1), 1)
     with pytest.raises(ValueError, match="slot 0: 65 tokens, the engine holds 64"):
-        PageAllocator(LIMITS).reserve(0, 65)
+        pool.reserve(0, 65)

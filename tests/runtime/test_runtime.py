@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.prefill_interference import measure
 from builder.build import build, make_plans, open_source
 from builder.options import BuildOptions
 from engine_runtime.budget import PLAIN, Speculation
@@ -20,7 +21,7 @@ from engine_runtime.executor.cpu import CpuExecutor
 from engine_runtime.executor.null import check_ranks
 from engine_runtime.executor.splat import hash32
 from engine_runtime.generation import GenerationRequest
-from engine_runtime.runtime import Runtime
+from engine_runtime.runtime import Completion, Runtime
 from engine_runtime.sampling import SamplingParams
 from tests.checkpoints import make_tiny_checkpoint, make_tiny_draft
 from tests.runtime.toy import TREE, ask
@@ -35,12 +36,13 @@ Work = list[tuple[list[int], SamplingParams]]
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Engines of one tiny checkpoint: one rank, two ranks, synthetic weights."""
+    """Engines of one tiny checkpoint: one rank, two ranks, these with a pool for one request, synthetic weights."""
     base = tmp_path_factory.mktemp("engines")
     for name in ("checkpoint", "draft"):
         (base / name).mkdir()
     make_tiny_draft(base / "draft", make_tiny_checkpoint(base / "checkpoint", seed=3), seed=4)
-    for name, changes in (("one", {}), ("two", {"tp": 2}), ("splat", {"splat": True})):
+    tight = {"tp": 2, "kv_tokens": 192}
+    for name, changes in (("one", {}), ("two", {"tp": 2}), ("tight", tight), ("splat", {"splat": True})):
         options = BuildOptions(arch="cpu", **{**OPTIONS, **changes})  # type: ignore[arg-type]
         source = open_source(base / "checkpoint", base / "draft", options, lambda message: None)
         plans = make_plans(source, options, lambda message: None)
@@ -214,11 +216,61 @@ def test_two_ranks_give_the_text_of_one(engines: dict[str, Path], one: Runtime) 
     assert not multiprocessing.active_children()
 
 
+def cached_tokens(done: list[Completion]) -> int:
+    return sum(c.last.usage.cached_tokens for c in done if c.last.usage)
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_a_cached_prefix_changes_no_text(engines: dict[str, Path], name: str) -> None:
+    """Second turns with the first one's KV and without, plain and drafted, cold and hot."""
+    with Runtime.open(engines[name], threads=1) as runtime:
+        for temperature in (0.0, 0.8):
+            for speculation in (PLAIN, Speculation("tree", 8)):
+                first = requests(5, temperature)
+                prompts, params = zip(*first, strict=True)
+                answers = runtime.generate(asked(prompts, params, speculation))
+                turns = [[*p, *a.tokens, 7, 8] for p, a in zip(prompts, answers, strict=True)]
+                hit = runtime.generate(asked(turns, params, speculation))
+                assert cached_tokens(hit) > 100
+                assert runtime.match(turns[0]).cached > 0
+                runtime.clear_cache()
+                assert runtime.match(turns[0]).cached == 0 and runtime.status().kv_pages_cached == 0
+                missed = runtime.generate(asked(turns, params, speculation))
+                assert cached_tokens(missed) == 0
+                assert [c.tokens for c in hit] == [c.tokens for c in missed]
+                runtime.clear_cache()
+
+
+def test_preempted_requests_keep_their_text_on_two_ranks(engines: dict[str, Path], one: Runtime) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 500, 30).tolist() for _ in range(5)]
+    params = [SamplingParams(0.8, seed=i, max_tokens=60, stop_ids=()) for i in range(5)]
+    expected = one.generate(asked(prompts, params))
+    with Runtime.open(engines["tight"], threads=1) as tight:
+        found = tight.generate(asked(prompts, params))
+        status = tight.status()
+        assert status.preemptions > 0 and status.kv_pages_total == 12
+        assert (status.running, status.waiting, status.kv_pages_used) == ((), (), 0)
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+
+
+def test_a_stream_keeps_its_speed_beside_a_long_prompt(engines: dict[str, Path]) -> None:
+    """Half of it is meant; less is allowed here, as the clock also sees what else this machine does."""
+    stream = ask([5, 6, 7], SamplingParams(max_tokens=180, stop_ids=()), PLAIN)
+    prompts = [tuple(range(i, i + 120)) for i in range(2)]
+    with Runtime.open(engines["one"], threads=1) as runtime:
+        found = max((measure(runtime, stream, prompts) for _ in range(3)), key=lambda found: found.ratio)
+    assert found.tokens > 5
+    assert found.ratio > 0.35
+
+
 def test_costs_are_measured_and_change_no_text(engines: dict[str, Path]) -> None:
     prompts, params = zip(*requests(4, 0.0), strict=True)
     with Runtime.open(engines["one"], threads=1) as runtime:
         expected = [c.tokens for c in runtime.generate(asked(prompts, params, PLAIN))]
+        assert runtime.status().kv_pages_cached > 0
         table = runtime.measure_costs()
+        assert runtime.status().kv_pages_cached == 0  # the measurement has written over them
         assert table.rows == (1, 4, 16, 64) and set(table.draft) == {1, 2, 4}
         assert table.verify_seconds(64, 0) > table.verify_seconds(1, 0)
         assert [c.tokens for c in runtime.generate(asked(prompts, params))] == expected

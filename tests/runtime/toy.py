@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine_runtime.budget import Speculation
+from engine_runtime.decoder import Decoder, Event
 from engine_runtime.executor.cpu import SingleRank
 from engine_runtime.executor.splat import hash32
 from engine_runtime.generation import GenerationRequest
@@ -49,6 +50,21 @@ def logits_of(checksums: np.ndarray, vocab: int = VOCAB) -> np.ndarray:
 
 def ask(prompt: Sequence[int], params: SamplingParams = GREEDY, speculation: Speculation = TREE) -> GenerationRequest:
     return GenerationRequest(tuple(prompt), params, speculation)
+
+
+def drain(decoder: Decoder, most: int = 10_000) -> list[Event]:
+    """All events until the decoder has nothing left to do."""
+    events: list[Event] = []
+    for _ in range(most):
+        if not decoder.busy:
+            return events
+        events += decoder.step()
+    raise AssertionError(f"still busy after {most} steps")
+
+
+def text(events: list[Event], request: int) -> list[int]:
+    """Tokens of one request."""
+    return [token for event in events if event.request == request for token in event.output.tokens]
 
 
 def toy_limits(**changes: int) -> Limits:
