@@ -1,4 +1,4 @@
-"""The command line: generate, bench, doctor.
+"""The command line: generate, bench, serve, doctor.
 
 Exit codes: 0; 1 with one sentence on stderr; 130 after Ctrl-C (what was printed until then stays).
 Everything but argparse is imported by the command that needs it, so that help and errors come at once.
@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+from engine_runtime.server.config import add_arguments as add_serve_arguments
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
@@ -67,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--budgets", default="0,4,8,16,auto", metavar="N,N,..", help="default %(default)s; 0 is plain")
     bench.add_argument("--json", metavar="FILE", help="write the results there as well, - for stdout only")
 
+    serve = commands.add_parser("serve", help="serve the OpenAI and Anthropic APIs over HTTP")
+    serve.add_argument("artifact", metavar="ARTIFACT", help="engine directory")
+    add_serve_arguments(serve)
+
     doctor = commands.add_parser("doctor", help="what this machine has and what is wrong with it")
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
@@ -80,6 +86,10 @@ def _run(args: argparse.Namespace) -> int:
         from engine_runtime import doctor
 
         return doctor.run(as_json=args.json)
+    if args.command == "serve":
+        from engine_runtime.server import serve
+
+        return serve.run(args)
     if args.threads < 1:
         raise CommandError(f"--threads: expected at least 1, found {args.threads}")
     if args.command == "generate":

@@ -147,13 +147,11 @@ class Decoder:
         """The last event of `request`, which gives up its slot and pages."""
         failed = finish == "error"
         self._batch.release(request, keep=not failed)  # KV that led to NaN must not be found again
-        output = Output(
-            tokens,
-            finish=finish,
-            error=NAN_ERROR if failed else None,
-            usage=request.usage(),
-            timing=request.timing(),
-        )
+        return self._news(request, tokens, finish, NAN_ERROR if failed else None)
+
+    @staticmethod
+    def _news(request: Request, tokens: tuple[int, ...], finish: str | None = None, error: str | None = None) -> Event:
+        output = Output(tokens, finish=finish, error=error, usage=request.usage(), timing=request.timing())
         return Event(request.id, output)
 
     @contextmanager
@@ -199,7 +197,7 @@ class Decoder:
         if len(request.generated) == request.most:
             return self._end(request, (token,), "length")
         self._passes.activate(request.slot, token)
-        return Event(request.id, Output((token,)))
+        return self._news(request, (token,))
 
     # ---- decode ----
 
@@ -258,7 +256,7 @@ class Decoder:
         for request in decoding:
             tokens, reason = tuple(emitted[request.slot][: counts[request.slot]]), reasons[request.slot]
             if reason is None:
-                events.append(Event(request.id, Output(tokens)))
+                events.append(self._news(request, tokens))
             else:
                 events.append(self._end(request, tokens, reason))
         return events

@@ -6,7 +6,7 @@ The weights are memory-mapped views of `rankR.weights`; copying them to a device
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +35,8 @@ from plugins.core.spec import DTYPES, TensorSpec
 
 __all__ = ["Engine", "EngineError", "load_engine"]
 
+Check = Callable[[str, mmap.mmap | bytes], None]  # raises EngineError unless a file's content is as it was built
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -59,12 +61,14 @@ def load_engine(
     tp: int | None = None,
     arch: str | None = None,
     verify: Literal["digest", "size"] = "digest",
+    progress: Callable[[float], None] | None = None,
 ) -> Engine:
     """Rank `rank` of the engine in `directory`, for `tp` ranks on `arch` (None: whatever it was built for).
 
     verify: "digest" reads every byte of this rank and of the small files against its BLAKE3 digest; "size"
-    checks sizes, headers and keys only, which finds truncated and mixed-up files but not flipped bits. Raises
-    `EngineError`, and nothing else, for any content of `directory`.
+    checks sizes, headers and keys only, which finds truncated and mixed-up files but not flipped bits. progress:
+    called with the fraction of those bytes that have been read. Raises `EngineError`, and nothing else, for any
+    content of `directory`.
     """
     base = Path(directory)
     manifest = read_manifest(base)
@@ -77,13 +81,34 @@ def load_engine(
         raise EngineError(f"{base}: no rank {rank} in an engine of {manifest.tp} ranks (counted from 0)")
     _check_layouts(base, manifest, again)
     check_files(base, manifest)
-    if verify == "digest":
-        for name, record in manifest.files.items():
-            if not RANK_FILE.fullmatch(name):
-                check_digest(base / name, record, _map(base / name) if record.bytes else b"", again)
-    plan, cubins = _load_plan(base, manifest, rank, verify, again)
-    weights = _load_weights(base, manifest, plan, rank, verify, again) if manifest.weights == "packed" else {}
+    check = _digest_check(base, manifest, rank, again, progress) if verify == "digest" else _no_check
+    for name, record in manifest.files.items():
+        if not RANK_FILE.fullmatch(name) and verify == "digest":
+            check(name, _map(base / name) if record.bytes else b"")
+    plan, cubins = _load_plan(base, manifest, rank, check, again)
+    weights = _load_weights(base, manifest, plan, rank, check, again) if manifest.weights == "packed" else {}
     return Engine(manifest, plan, weights, cubins, base, rank)
+
+
+def _digest_check(
+    base: Path, manifest: Manifest, rank: int, again: str, progress: Callable[[float], None] | None
+) -> Check:
+    """Compares files with their digests and tells `progress` how far that is."""
+    mine = {engine_name(rank), weights_name(rank)}
+    total = sum(r.bytes for name, r in manifest.files.items() if name in mine or not RANK_FILE.fullmatch(name))
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(done / total)
+
+    return lambda name, data: check_digest(base / name, manifest.files[name], data, again, count)
+
+
+def _no_check(name: str, data: mmap.mmap | bytes) -> None:
+    pass
 
 
 def _check_layouts(base: Path, manifest: Manifest, again: str) -> None:
@@ -110,7 +135,7 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def _open(
-    base: Path, manifest: Manifest, name: str, verify: str, again: str, expected: Mapping[str, str]
+    base: Path, manifest: Manifest, name: str, check: Check, again: str, expected: Mapping[str, str]
 ) -> tuple[mmap.mmap, Container]:
     """Map rank file `name` and check it: header, then the `expected` metadata, then the digest."""
     path = base / name
@@ -126,12 +151,11 @@ def _open(
                 f"{path}: {key}: expected {value!r}, found {str(found)[:80]!r}: the file is of another build "
                 f"or rank, rebuild with `rm {path}; {again}`"
             )
-    if verify == "digest":
-        check_digest(path, manifest.files[name], data, again)
+    check(name, data)
     return data, container
 
 
-def _load_plan(base: Path, manifest: Manifest, rank: int, verify: str, again: str) -> tuple[Plan, dict[str, bytes]]:
+def _load_plan(base: Path, manifest: Manifest, rank: int, check: Check, again: str) -> tuple[Plan, dict[str, bytes]]:
     name = engine_name(rank)
     expected = {
         "format": ENGINE_FORMAT,
@@ -140,7 +164,7 @@ def _load_plan(base: Path, manifest: Manifest, rank: int, verify: str, again: st
         "tp": str(manifest.tp),
         "rank": str(rank),
     }
-    data, container = _open(base, manifest, name, verify, again, expected)
+    data, container = _open(base, manifest, name, check, again, expected)
     where = f"{base / name}: plan"
     try:
         value = parse_json(container.metadata["plan"].encode())
@@ -181,7 +205,7 @@ def _check_sizes(plan: Plan) -> None:
 
 
 def _load_weights(
-    base: Path, manifest: Manifest, plan: Plan, rank: int, verify: str, again: str
+    base: Path, manifest: Manifest, plan: Plan, rank: int, check: Check, again: str
 ) -> dict[str, np.ndarray]:
     name = weights_name(rank)
     try:
@@ -196,7 +220,7 @@ def _load_weights(
         "rank": str(rank),
         "layout": layout,
     }
-    data, container = _open(base, manifest, name, verify, again, expected)
+    data, container = _open(base, manifest, name, check, again, expected)
     wanted = {key: weight.spec for key, weight in plan.weights.items()}
     if list(wanted.items()) != [(key, entry.spec) for key, entry in container.tensors.items()]:
         raise EngineError(

@@ -92,9 +92,8 @@ class RequestUsage:
 
 @dataclass(frozen=True)
 class Output:
-    """News of one request. finish: "stop", "length" or "error" (with `error`, one sentence) in its last output, which
-    also carries usage and timing. prompt_logprobs comes once, before or with the first token; its first entry is None.
-    """
+    """News of one request. finish: "stop", "length" or "error" (with `error`, one sentence) in its last output. usage
+    and timing: so far. prompt_logprobs comes once, before or with the first token; its first entry is None."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -104,11 +104,17 @@ class RankGroup:
     """`world` ranks, each holding `factory(rank, communicator, *args)`; communicator is None for one rank
     alone.
 
-    `target` is rank 0's object. Not thread-safe: one call at a time.
+    `target` is rank 0's object, which is also given `local`, keyword arguments that need not be sent anywhere. Not
+    thread-safe: one call at a time.
     """
 
     def __init__(
-        self, world: int, factory: Factory, args: tuple[Any, ...] = (), timeout: float = DEFAULT_TIMEOUT
+        self,
+        world: int,
+        factory: Factory,
+        args: tuple[Any, ...] = (),
+        timeout: float = DEFAULT_TIMEOUT,
+        local: Mapping[str, Any] | None = None,
     ) -> None:
         self.world = world
         self._timeout = timeout
@@ -117,7 +123,7 @@ class RankGroup:
         self._directory: str | None = None
         self._closed = False
         if world == 1:
-            self.target = factory(0, None, *args)
+            self.target = factory(0, None, *args, **(local or {}))
             return
         self._directory = tempfile.mkdtemp(prefix="k2-ranks-")
         store = os.path.join(self._directory, "store")
@@ -132,7 +138,9 @@ class RankGroup:
                 self._workers.append(worker)
                 self._pipes.append(ours)
             self._collect("start", _START_SECONDS)
-            self.target = self._guard(lambda: factory(0, GlooCommunicator(0, world, store, timeout), *args))
+            self.target = self._guard(
+                lambda: factory(0, GlooCommunicator(0, world, store, timeout), *args, **(local or {}))
+            )
             self._collect("open")
         except BaseException:
             self._stop(0.0)

@@ -50,13 +50,19 @@ class RankOptions:
 class RankRuntime:
     """One rank: engine, executor and decoder. Its methods are what `Runtime` mirrors to all ranks."""
 
-    def __init__(self, rank: int, comm: Communicator | None, options: RankOptions) -> None:
+    def __init__(
+        self,
+        rank: int,
+        comm: Communicator | None,
+        options: RankOptions,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
         import torch
 
         from engine_runtime.executor.cpu import CpuExecutor
 
         torch.set_num_threads(options.threads)
-        engine = load_engine(options.path, rank, arch="cpu", verify=options.verify)  # type: ignore[arg-type]
+        engine = load_engine(options.path, rank, arch="cpu", verify=options.verify, progress=progress)  # type: ignore[arg-type]
         weights = None if engine.manifest.weights == "splat" else engine.weights
         self.executor: CpuExecutor = CpuExecutor(engine.plan, weights, comm)
         self.decoder = Decoder(self.executor, options.costs, options.calibrate)
@@ -106,14 +112,16 @@ class Runtime:
         calibrate: bool = False,
         profile: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
+        progress: Callable[[float], None] | None = None,
     ) -> Runtime:
         """Open the engine in `directory` on this machine's CPUs, one process a rank.
 
         tp: ranks, if the caller insists on a number (the engine's own is used). threads: of each rank; the
         operators of a small model are too short to share. verify: "digest" or "size", see `load_engine`.
         costs: step times for the cost rule. calibrate: see `Decoder`. profile: add up seconds by plugin
-        (`plugin_seconds`). timeout: seconds after which a silent rank is given up. Raises `EngineError` for
-        an engine that cannot be used, `RankError` where a rank fails.
+        (`plugin_seconds`). timeout: seconds after which a silent rank is given up. progress: called while the
+        engine is checked, with the fraction of rank 0's bytes that have been read. Raises `EngineError` for an
+        engine that cannot be used, `RankError` where a rank fails.
         """
         manifest = read_manifest(directory)
         if tp is not None and tp != manifest.tp:
@@ -122,7 +130,8 @@ class Runtime:
                 f"rebuild with `python build.py CHECKPOINT -o {directory} --tp {tp}`"
             )
         options = RankOptions(str(directory), threads, verify, costs, calibrate, profile)
-        return Runtime(manifest, RankGroup(manifest.tp, RankRuntime, (options,), timeout))
+        group = RankGroup(manifest.tp, RankRuntime, (options,), timeout, {"progress": progress})
+        return Runtime(manifest, group)
 
     def submit(self, request: GenerationRequest) -> int:
         """Queue a request; see `Decoder.submit`."""

@@ -80,6 +80,17 @@ class ChatJob:
     include_stop: bool = False
     logprobs: int | None = None
     trace: bool = False
+    token_ids: bool = False
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The token ids of one step, before its other events, for jobs with `token_ids`; the first also has the
+    prompt's."""
+
+    tokens: tuple[int, ...]
+    usage: RequestUsage
+    prompt: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +142,7 @@ class Finished:
     error: str | None = None
 
 
-ChatEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | StepTrace | Finished
+ChatEvent = StepTokens | ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | StepTrace | Finished
 
 
 class ChatRunner(Protocol):

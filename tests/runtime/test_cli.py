@@ -234,7 +234,7 @@ def test_request_that_ends_with_an_error(artifact, fake, capsys):
     ("arguments", "message"),
     [
         ([], "arguments are required: COMMAND"),
-        (["serve"], "invalid choice: 'serve'"),
+        (["train"], "invalid choice: 'train'"),
         (["generate", "@"], "--prompt --prompt-file --chat is required"),
         (["generate", "@", "--prompt", "x", "--chat", "y"], "not allowed with argument"),
         (["generate", "@", "--prompt", "x", "--system", "y"], "--system and --no-thinking go with --chat"),
