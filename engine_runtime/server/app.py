@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI
 
-from engine_runtime.server import chat_completions, errors, health
+from engine_runtime.server import chat_completions, errors, health, messages, page_routes, responses
 from engine_runtime.server.gate import Gate
 from engine_runtime.server.services import Services
 
@@ -14,8 +14,9 @@ from engine_runtime.server.services import Services
 def create_app(services: Services, api_keys: Sequence[str], max_body_bytes: int) -> FastAPI:
     """The ASGI application that serves `services`."""
     app = FastAPI(title="K2.6 Engine", docs_url=None, redoc_url=None, redirect_slashes=False)
-    for module in (chat_completions, health):
+    for module in (chat_completions, responses, messages, health):
         app.include_router(module.router(services))
+    app.include_router(page_routes.router())
     errors.install(app)
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes, count=services.metrics.count_http)
     return app

@@ -150,7 +150,7 @@ class _Turn:
         self._usage, self._timing = output.usage or self._usage, output.timing or self._timing
         events: list[ChatEvent] = []
         if output.trace is not None:
-            events.append(StepTrace(output.trace))
+            events.append(StepTrace(output.trace, self._timing))
         if self._job.token_ids:
             events.append(StepTokens(output.tokens, self._usage, self._prompt))
             self._prompt = None

@@ -92,7 +92,8 @@ def _messages(body: CountRequest) -> list[dict[str, Any]]:
         else:
             messages.append(_assistant(blocks, f"{where}.content"))
     if messages[-1]["role"] == "assistant":
-        raise BadRequest("messages: the last one must be the user's; an answer cannot be begun for the model", "messages")
+        sentence = "messages: the last one must be the user's, an answer cannot be begun for the model"
+        raise BadRequest(sentence, "messages")
     return messages
 
 

@@ -1,8 +1,8 @@
 """The body of POST /v1/responses, and the job that it asks for.
 
-Stateless: a client sends the whole conversation as `input` each time, as Codex does. A reasoning item is given back with
-its text in `encrypted_content` where the client asks for that (it is coded, not secret), so that a client that keeps
-nothing else can return it.
+Stateless: a client sends the whole conversation as `input` each time, as Codex does. A reasoning item is given back
+with its text in `encrypted_content` where the client asks for that (it is coded, not secret), so that a client that
+keeps nothing else can return it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine_runtime.server.conversation import content_text
 from engine_runtime.server.fields import Body, SamplingFields
 
 MAX_ITEMS = 20_000
-HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "computer", "local_shell", "shell")
+HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "computer", "local_shell")
 _CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 _log = logging.getLogger(__name__)

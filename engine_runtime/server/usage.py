@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine_runtime.generation import RequestTiming, RequestUsage, TokenLogprobs
+from engine_runtime.server.contract import StepTrace
 from engine_runtime.tokenizer import Tokenizer
 
 
@@ -25,13 +26,32 @@ def usage_json(
     if timings is not None:
         passes = sum(usage.passes for usage in usages)
         value["timing"] = {
-            **{f"{part}_seconds": sum(getattr(t, part) for t in timings) for part in RequestTiming.__annotations__},
+            **timing_json(timings),
             "passes": passes,
             "rows": sum(usage.rows for usage in usages),
             "accepted_draft_tokens": sum(usage.accepted for usage in usages),
             "preemptions": sum(usage.preemptions for usage in usages),
         }
     return value
+
+
+def timing_json(timings: Sequence[RequestTiming]) -> dict[str, float]:
+    return {f"{part}_seconds": sum(getattr(t, part) for t in timings) for part in RequestTiming.__annotations__}
+
+
+def trace_json(tokenizer: Tokenizer, step: StepTrace) -> dict[str, Any]:
+    """One step's draft tree: `generation.TreeTrace`, with the texts of its tokens and the time of the turn so far."""
+    tree = step.tree
+    return {
+        "tokens": tree.tokens,
+        "texts": [tokenizer.decode([token]) for token in tree.tokens],
+        "parents": tree.parents,
+        "probabilities": tree.probabilities,
+        "accepted": tree.accepted,
+        "bonus": tree.bonus,
+        "bonus_text": tokenizer.decode([tree.bonus]),
+        "timing": timing_json([step.timing]),
+    }
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
