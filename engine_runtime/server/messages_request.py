@@ -30,6 +30,13 @@ class Thinking(Body):
     budget_tokens: int | None = None
 
 
+class OutputConfig(Body):
+    """effort has no meaning here."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class InputMessage(Body):
     role: str
     content: str | list[dict[str, Any]]
@@ -44,7 +51,7 @@ class CountRequest(Body):
     tools: Annotated[list[dict[str, Any]] | None, Field(max_length=1024)] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    output_format: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -70,7 +77,7 @@ def to_job(body: CountRequest, params: SamplingParams) -> ChatJob:
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         thinking=body.thinking is not None and body.thinking.type != "disabled",
         preserve_thinking=False,
-        response_format=_response_format(body.output_format),
+        response_format=_response_format(body.output_config.format if body.output_config else None),
         stop=tuple(body.stop_sequences or ()) if isinstance(body, MessagesRequest) else (),
         token_ids=True,
     )
@@ -177,4 +184,5 @@ def _response_format(given: Mapping[str, Any] | None) -> ResponseFormat | None:
         return None
     if given.get("type") == "json_schema" and isinstance(given.get("schema"), Mapping):
         return ResponseFormat("json_schema", given["schema"])
-    raise BadRequest("output_format: expected json_schema with a schema", "output_format")
+    where = "output_config.format"
+    raise BadRequest(f"{where}: expected json_schema with a schema", where)

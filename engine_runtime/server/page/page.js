@@ -214,9 +214,9 @@ function exportConversation() {
 async function watch() {
   try {
     const health = await (await fetch("health")).json();
-    const ready = health.status === "ready";
-    const loading = health.progress === undefined ? "" : ` ${Math.round(health.progress * 100)} %`;
-    $("state").textContent = ready ? "ready" : `${health.status}${loading}`;
+    const ready = health.state === "ready";
+    const loading = health.progress === 1 ? "" : ` ${Math.round(health.progress * 100)} %`;
+    $("state").textContent = ready ? "ready" : `${health.state}${loading}`;
     $("state").className = `pill ${ready ? "ready" : "down"}`;
     if (model === null) {
       const response = await fetch("v1/models", { headers: headers($("key").value) });

@@ -1,0 +1,214 @@
+"""/v1/responses through the OpenAI client, and what Codex sends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine_runtime.server import responses
+from tests.server.scripted import MODEL, ScriptedEngine, serving
+from tests.server.vocabulary import call, section, tokenizer
+
+END = "<|im_end|>"
+READ = {
+    "type": "function",
+    "name": "read",
+    "description": "Read a file",
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[ScriptedEngine, str]]:
+    engine = ScriptedEngine()
+    with serving(engine, [responses]) as address:
+        yield engine, address
+
+
+@pytest.fixture
+def engine(server: tuple[ScriptedEngine, str]) -> ScriptedEngine:
+    engine = server[0]
+    engine.__init__()  # type: ignore[misc]
+    return engine
+
+
+@pytest.fixture
+def client(server: tuple[ScriptedEngine, str]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0)
+
+
+def prompt(engine: ScriptedEngine) -> str:
+    return tokenizer().decode(engine.requests[-1].prompt)
+
+
+def test_text_with_reasoning(engine: ScriptedEngine, client: openai.OpenAI) -> None:
+    engine.scripts = ["let me see</think>Hello **you**" + END]
+    engine.cached_tokens = 3
+    answer = client.responses.create(model=MODEL, input="hi", instructions="be brief", max_output_tokens=50)
+    assert answer.output_text == "Hello **you**" and answer.status == "completed" and answer.error is None
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.output[0].content[0].text == "let me see"  # type: ignore[union-attr, index]
+    assert answer.usage is not None and answer.usage.input_tokens_details.cached_tokens == 3
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+    assert "<|im_system|>system<|im_middle|>be brief<|im_end|><|im_user|>user<|im_middle|>hi" in prompt(engine)
+    assert engine.requests[0].params.max_tokens == 50
+
+
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_a19_events_come_in_order(engine: ScriptedEngine, client: openai.OpenAI, group: int) -> None:
+    engine.group = group
+    engine.scripts = ["why</think>I read" + section(call("functions.read:0", '{"path": "a b"}')) + END]
+    events = list(client.responses.create(model=MODEL, input="go", tools=[READ], stream=True))  # type: ignore[call-overload]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    once = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
+    assert once == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    final = events[-1].response
+    assert [item.status for item in final.output] == ["completed"] * 3
+    joined = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    assert final.output[2].arguments == joined == '{"path": "a b"}'
+    for event in events:
+        if event.type.endswith((".delta", ".done")) and "output_item" not in event.type:
+            assert event.item_id == final.output[event.output_index].id
+
+
+def test_the_stream_helper_of_the_client_accepts_it(engine: ScriptedEngine, client: openai.OpenAI) -> None:
+    engine.scripts = ["</think>one two" + END]
+    with client.responses.stream(model=MODEL, input="go") as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == "one two"
+
+
+def test_t8_a_tool_loop_keeps_native_ids(engine: ScriptedEngine, client: openai.OpenAI) -> None:
+    """What was given comes back as input, reasoning included, and the next call counts on."""
+    engine.scripts = ["first</think>" + section(call("functions.read:0", '{"path":"a"}')) + END, "</think>done" + END]
+    include: Any = ["reasoning.encrypted_content"]
+    history: list[Any] = [{"role": "user", "content": "go"}]
+    first = client.responses.create(model=MODEL, input=history, tools=[READ], include=include)  # type: ignore[list-item]
+    made = first.output[-1]
+    assert made.type == "function_call" and made.call_id == "functions.read:0"
+    for item in first.output:
+        value = item.model_dump(exclude_none=True)
+        if item.type == "reasoning":
+            value["content"] = []  # as Codex does: it returns what is encrypted only
+        history.append(value)
+    history.append({"type": "function_call_output", "call_id": made.call_id, "output": "text of a"})
+    client.responses.create(model=MODEL, input=history, tools=[READ])  # type: ignore[list-item]
+    rendered = prompt(engine)
+    assert "<think>first</think><|tool_calls_section_begin|><|tool_call_begin|>functions.read:0" in rendered
+    assert "## Return of functions.read:0\ntext of a" in rendered
+    assert '"functions.read:" "1"' in (engine.requests[-1].constraint.grammar or "")  # type: ignore[union-attr]
+
+
+def test_custom_tools_carry_plain_text(engine: ScriptedEngine, client: openai.OpenAI) -> None:
+    tool: Any = {"type": "custom", "name": "apply_patch", "description": "Patch files"}
+    patch = "*** Begin Patch\n+é"
+    engine.scripts = ["</think>" + section(call("functions.apply_patch:0", json.dumps({"input": patch}))) + END]
+    events = list(client.responses.create(model=MODEL, input="go", tools=[tool], stream=True))
+    item = events[-1].response.output[0]  # type: ignore[union-attr]
+    assert (item.type, item.name, item.input) == ("custom_tool_call", "apply_patch", patch)  # type: ignore[union-attr]
+    assert "response.custom_tool_call_input.done" in [event.type for event in events]
+    engine.scripts = ["</think>ok" + END]
+    given: Any = [
+        {"role": "user", "content": "go"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": patch},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "done"}]},
+    ]
+    client.responses.create(model=MODEL, input=given, tools=[tool])
+    assert "## Return of functions.apply_patch:0\ndone" in prompt(engine)
+
+
+def test_json_schema_and_effort(engine: ScriptedEngine, client: openai.OpenAI) -> None:
+    engine.scripts = ['{"n": 1}' + END]
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}}
+    answer = client.responses.create(model=MODEL, input="go", text=form, reasoning={"effort": "none"})
+    assert answer.output_text == '{"n": 1}' and prompt(engine).endswith("<think></think>")
+    constraint = engine.requests[0].constraint
+    assert constraint is not None and constraint.grammar is not None and constraint.after == ()
+
+
+def test_an_answer_that_is_cut_is_incomplete(engine: ScriptedEngine, client: openai.OpenAI) -> None:
+    engine.scripts, engine.finish = ["</think>half a"], "length"
+    answer = client.responses.create(model=MODEL, input="go")
+    assert answer.status == "incomplete" and answer.output[-1].status == "incomplete"  # type: ignore[union-attr]
+    assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_failure_in_the_stream_is_told(engine: ScriptedEngine, client: openai.OpenAI) -> None:
+    engine.scripts, engine.finish, engine.error = ["</think>a b c d e f"], "error", "the logits were not numbers"
+    events = list(client.responses.create(model=MODEL, input="go", stream=True))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error.message == "the logits were not numbers"
+    engine.scripts = ["</think>a b c d e f"]
+    with pytest.raises(openai.InternalServerError, match="not numbers"):
+        client.responses.create(model=MODEL, input="go")
+
+
+def test_hosted_tools_are_left_out_with_a_warning(engine, client, caplog) -> None:
+    engine.scripts = ["</think>ok" + END]
+    given: Any = [
+        {"role": "user", "content": "go"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "more"}]},
+    ]
+    answer = client.responses.create(model=MODEL, input=given, tools=[{"type": "web_search"}, READ])
+    assert answer.output_text == "ok"
+    assert [record.message for record in caplog.records if "hosted tool" in record.message]
+    assert "web_search" not in prompt(engine) and "<|im_system|>system<|im_middle|>more" in prompt(engine)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": 5}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        ({"input": []}, "messages"),
+        ({"tools": [{"type": "telepathy"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 4}]}, "tools[0]"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 9}, "temperature"),
+    ],
+)
+def test_what_cannot_be_is_refused(server, engine, change: dict[str, Any], param: str) -> None:
+    reply = httpx.post(f"{server[1]}/v1/responses", json={"model": MODEL, "input": "x", **change})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+    assert not engine.requests
+
+
+def test_another_model_is_not_found(server) -> None:
+    reply = httpx.post(f"{server[1]}/v1/responses", json={"model": "gpt-x", "input": "x"})
+    assert reply.status_code == 404
