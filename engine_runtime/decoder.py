@@ -178,10 +178,7 @@ class Decoder:
                 self._passes.append_prefill(len(chunk), start, kv_slots)
         self.prefilled = len(chunk)
         request.context += len(chunk)
-        if not request.ready:
-            return []
-        self._batch.pages.share(request.slot, request.sequence())
-        return [self._first_token(request)]
+        return [self._first_token(request)] if request.ready else []
 
     def _first_token(self, request: Request) -> Event:
         """What the last prefill chunk has drawn."""
@@ -190,6 +187,7 @@ class Decoder:
             self.stats.prompt_tokens += len(request.prompt)
         if token < 0:
             return self._end(request, (), "error")
+        self._batch.pages.share(request.slot, request.sequence())
         request.generated.append(token)
         self.stats.generated_tokens += 1
         if token in request.stop_ids:

@@ -256,6 +256,10 @@ def test_kv_that_led_to_nan_is_not_kept() -> None:
     decoder.submit(plain)
     assert drain(decoder)[-1].output.finish == "error"
     assert decoder.match([*range(20), *alone(plain)]).cached == 16  # its prompt, which was fine when it was shared
+    executor.nan_token = 30
+    decoder.submit(ask([30] * 20))
+    assert drain(decoder)[-1].output.finish == "error"
+    assert decoder.match([30] * 20).common == 0
     nothing_is_left(decoder)
 
 

@@ -158,7 +158,7 @@ class ToyExecutor:
         assert host["row_request"][row] == slot and host["request_rows"][slot] == row + 1
         position = int(host["last_position"][0])
         tokens = self.context(slot, position + 1)
-        host["logits"][0] = self.target_logits(tokens)
+        host["logits"][0] = np.nan if tokens[-1] == self.nan_token else self.target_logits(tokens)
         names = ("temperature", "top_k", "top_p", "min_p", "seed")
         last = [self.buffers["last_position"], self.buffers["last_request"]]
         self.buffers["sampled"][:1] = self._sample(
