@@ -18,6 +18,7 @@ from engine_runtime.budget import PLAIN, Speculation
 from engine_runtime.cli import CommandError
 from engine_runtime.doctor import cpu_model, usable_cores
 from engine_runtime.measure import Measured, rate, run_request
+from engine_runtime.prompts import DEFAULT_PROMPTS, read_prompt_file
 from engine_runtime.sampling import SamplingParams
 from engine_runtime.tokenizer import Tokenizer
 from plugins.core.engine_file import read_manifest
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from engine_runtime.runtime import Runtime
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_PROMPTS = ROOT / "artifacts" / "k2-nano" / "heldout" / "prompts.jsonl"
 SCHEMA = 1
 AUTO = Speculation("tree", None)
 HEADER = "mode   budget  tokens/s  tokens/pass  rows/pass  as plain"
@@ -110,35 +110,11 @@ def _modes(budgets: str) -> list[Speculation]:
 
 
 def read_prompts(path: Path, count: int, tokenizer: Tokenizer, artifact: str) -> list[Prompt]:
-    """The first `count` prompts of a JSON-lines file, taken from its kinds in turn so that each has its
-    share.
-
-    A line holds "id", "kind" and either "text" or "messages" (which go through the chat template of
-    `artifact`).
-    """
-    by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--prompts {path}: cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            by_kind[value["kind"]].append(value)
-            if not isinstance(value.get("text", value.get("messages")), str | list):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError):
-            expected = '{"id": .., "kind": .., "text" or "messages": ..}'
-            raise CommandError(f"--prompts {path} line {number}: expected {expected}") from None
-    if not by_kind:
-        raise CommandError(f"--prompts {path}: no prompts in it")
-    longest = max(map(len, by_kind.values()))
-    in_turn = [values[i] for i in range(longest) for values in by_kind.values() if i < len(values)]
+    """The first `count` prompts of a file (see `engine_runtime.prompts`), encoded; messages go through the chat
+    template of `artifact`."""
     template = None
     prompts: list[Prompt] = []
-    for value in in_turn[:count]:
+    for value in read_prompt_file(path, count):
         if "text" in value:
             tokens = tokenizer.encode(value["text"])
         else:

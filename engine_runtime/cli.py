@@ -1,4 +1,4 @@
-"""The command line: generate, bench, serve, doctor.
+"""The command line: generate, bench, bench serve, serve, doctor.
 
 Exit codes: 0; 1 with one sentence on stderr; 130 after Ctrl-C (what was printed until then stays).
 Everything but argparse is imported by the command that needs it, so that help and errors come at once.
@@ -73,6 +73,23 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("artifact", metavar="ARTIFACT", help="engine directory")
     add_serve_arguments(serve)
 
+    clients = commands.add_parser("bench-serve", help="bench serve URL: what the clients of a running server see")
+    clients.add_argument("url", metavar="URL", help="of the server, e.g. http://127.0.0.1:8000")
+    clients.add_argument(
+        "--prompts", metavar="FILE", help="as for bench; texts go to /v1/completions, messages to chat"
+    )
+    clients.add_argument("--requests", type=int, default=12, metavar="N", help="prompts, default %(default)s")
+    clients.add_argument("--repeat", type=int, default=1, metavar="N", help="times each; the second finds its prefix")
+    clients.add_argument("--concurrency", type=int, default=1, metavar="N", help="clients at once (closed loop)")
+    clients.add_argument("--rate", type=float, metavar="X", help="requests a second at random times (open loop)")
+    clients.add_argument("--max-tokens", type=int, default=64, metavar="N", help="for each, default %(default)s")
+    clients.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default 0: greedy")
+    clients.add_argument("--seed", type=int, default=0, metavar="N", help="of the answers and of the arrival times")
+    clients.add_argument("--no-thinking", action="store_true", help="let chat answer at once")
+    clients.add_argument("--api-key", metavar="KEY", help="sent as bearer token")
+    clients.add_argument("--json", metavar="FILE", help="write a record that --replay takes")
+    clients.add_argument("--replay", metavar="FILE", help="take all settings from a record")
+
     doctor = commands.add_parser("doctor", help="what this machine has and what is wrong with it")
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
@@ -86,6 +103,10 @@ def _run(args: argparse.Namespace) -> int:
         from engine_runtime import doctor
 
         return doctor.run(as_json=args.json)
+    if args.command == "bench-serve":
+        from engine_runtime import bench_serve
+
+        return bench_serve.run(args)
     if args.command == "serve":
         from engine_runtime.server import serve
 
@@ -119,6 +140,9 @@ def _explain(error: Exception) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:2] == ["bench", "serve"]:
+        arguments[:2] = ["bench-serve"]
     try:
         args = _parser().parse_args(arguments)
     except SystemExit as exit_:
