@@ -21,6 +21,7 @@ from engine_runtime.server.contract import (
     Finished,
     ReasoningDelta,
     StepTokens,
+    StepTrace,
     ToolCallDelta,
     ToolCallStart,
 )
@@ -30,7 +31,7 @@ from engine_runtime.server.merge import merge
 from engine_runtime.server.routes import JSONRoute
 from engine_runtime.server.services import Services
 from engine_runtime.server.sse import DONE, Chunks, JSONBytes, event, open_stream, until_gone
-from engine_runtime.server.usage import chat_logprobs, usage_json
+from engine_runtime.server.usage import chat_logprobs, trace_json, usage_json
 
 PATH = "/v1/chat/completions"
 
@@ -134,7 +135,7 @@ class _Answer:
         ends = self._ends.values()
         usages = [self._usages[index] for index in sorted(self._usages)]
         timings = [end.timing for end in ends] if self._body.timing else None
-        return usage_json(usages, sum(end.reasoning_tokens for end in ends), timings)
+        return usage_json(usages[:1], usages, sum(end.reasoning_tokens for end in ends), timings)
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -179,6 +180,8 @@ class _Answer:
                 if isinstance(news, StepTokens):
                     if self._body.return_token_ids:
                         yield self._token_chunk(index, news)
+                elif isinstance(news, StepTrace):
+                    yield self._trace_chunk(index, news)
                 elif (delta := _delta(news)) is not None:
                     entries = news.logprobs if isinstance(news, ContentDelta) else ()
                     yield self._chunk(index, delta, self._logprobs(entries) if entries else None)
@@ -199,6 +202,10 @@ class _Answer:
     def _token_chunk(self, index: int, news: StepTokens) -> bytes:
         choice = {"index": index, "delta": {}, "finish_reason": None, "token_ids": news.tokens}
         return self._send([choice], {} if news.prompt is None else {"prompt_token_ids": news.prompt})
+
+    def _trace_chunk(self, index: int, news: StepTrace) -> bytes:
+        trace = trace_json(self._services.tokenizer, news)
+        return self._send([{"index": index, "delta": {}, "finish_reason": None}], {"k2_trace": trace})
 
     def _send(self, choices: list[dict[str, Any]], extra: dict[str, Any] | None = None) -> bytes:
         value = {**self._head, "choices": choices, **(extra or {})}

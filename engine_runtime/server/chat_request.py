@@ -106,6 +106,7 @@ def to_job(body: ChatRequest, params: SamplingParams) -> ChatJob:
         stop=body.stops,
         include_stop=body.include_stop_str_in_output,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        trace=body.trace and bool(body.stream),
         token_ids=body.return_token_ids or body.continuous_usage,
     )
 

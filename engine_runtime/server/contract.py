@@ -125,9 +125,10 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The draft tree of one step, for those who asked for it."""
+    """The draft tree of one step, and the time of the turn so far, for those who asked for it."""
 
     tree: TreeTrace
+    timing: RequestTiming
 
 
 @dataclass(frozen=True)

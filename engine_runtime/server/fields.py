@@ -101,6 +101,7 @@ class SamplingFields(Body):
     return_token_ids: bool = False
     response_format: Format | None = None
     structured_outputs: StructuredOutputs | None = None
+    trace: Annotated[bool, Field(description="Report each step's draft tree, in chunks with `k2_trace`.")] = False
     timing: Annotated[bool, Field(description="Add a split of the time and of the speculation to the usage.")] = False
 
     @property
