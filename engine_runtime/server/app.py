@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI
 
-from engine_runtime.server import chat_completions, errors, health, messages, page_routes, responses
+from engine_runtime.server import (
+    chat_completions,
+    completions,
+    errors,
+    health,
+    messages,
+    models,
+    page_routes,
+    responses,
+    tokens,
+)
 from engine_runtime.server.gate import Gate
 from engine_runtime.server.services import Services
 
@@ -14,7 +24,7 @@ from engine_runtime.server.services import Services
 def create_app(services: Services, api_keys: Sequence[str], max_body_bytes: int) -> FastAPI:
     """The ASGI application that serves `services`."""
     app = FastAPI(title="K2.6 Engine", docs_url=None, redoc_url=None, redirect_slashes=False)
-    for module in (chat_completions, responses, messages, health):
+    for module in (chat_completions, completions, responses, messages, models, tokens, health):
         app.include_router(module.router(services))
     app.include_router(page_routes.router())
     errors.install(app)

@@ -135,7 +135,7 @@ class _Answer:
         ends = self._ends.values()
         usages = [self._usages[index] for index in sorted(self._usages)]
         timings = [end.timing for end in ends] if self._body.timing else None
-        return usage_json(usages, sum(end.reasoning_tokens for end in ends), timings)
+        return usage_json(usages[:1], usages, sum(end.reasoning_tokens for end in ends), timings)
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -31,7 +31,7 @@ from engine_runtime.server.contract import (
     StepTrace,
     ToolCallStart,
 )
-from engine_runtime.server.stops import StopStrings
+from engine_runtime.server.stops import StopStrings, split_stop
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class _Turn:
         if self._job.token_ids:
             events.append(StepTokens(output.tokens, self._usage, self._prompt))
             self._prompt = None
-        tokens, logprobs, stop_id = self._without_stop(output)
+        tokens, logprobs, stop_id = split_stop(output, self._job.params, self._eos_ids, self._job.include_stop)
         parsed = self._parser.push(tokens, logprobs)
         if output.finish is not None:
             parsed = [*parsed, *self._parser.finish()]
@@ -166,18 +166,6 @@ class _Turn:
             events += self._flush()
             events.append(self._finished(output.finish, stop_id, output.error))
         return events
-
-    def _without_stop(self, output: Output) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None, int | None]:
-        """Tokens and logprobs to show, and the id that ended the text if the client had asked for it."""
-        tokens, logprobs = output.tokens, output.logprobs
-        stops = self._job.params.stop_ids
-        if output.finish != "stop" or not tokens:
-            return tokens, logprobs, None
-        last = tokens[-1]
-        asked = stops is not None and last in stops and last not in self._eos_ids
-        if not (asked and self._job.include_stop):
-            tokens, logprobs = tokens[:-1], None if logprobs is None else logprobs[:-1]
-        return tokens, logprobs, last if asked else None
 
     def _filter(self, event: ChatEvent) -> list[ChatEvent]:
         """`event` behind the stop strings."""

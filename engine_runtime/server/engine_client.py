@@ -167,6 +167,11 @@ class EngineClient:
 
     # ---- the process ----
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the engine process, which is also the number of its process group; None before there is one."""
+        return None if self._process is None else self._process.pid
+
     def start(self) -> None:
         """Start the engine process and keep it running until `stop`."""
         self._task = asyncio.create_task(self._supervise())

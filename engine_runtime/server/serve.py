@@ -82,23 +82,12 @@ def make_services(config: ServeConfig, artifact: str, model: ModelInfo) -> Servi
 
 
 async def _serve(config: ServeConfig, artifact: str, model: ModelInfo, listener: socket.socket) -> int:
-    import uvicorn
-
     from engine_runtime.server.app import create_app
     from engine_runtime.server.listener import Server
 
     services = make_services(config, artifact, model)
     app = create_app(services, config.api_key, config.max_body_bytes)
-    server = Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=CLOSE_SECONDS,
-        )
-    )
+    server = Server(app, CLOSE_SECONDS)
     services.client.start()
     _log.info("listening", extra={"fields": {"address": listener.getsockname(), "engine": model.fingerprint}})
     ending = asyncio.create_task(_end_in_time(config, services, server))

@@ -1,12 +1,15 @@
-"""Stop strings in a text that arrives in pieces: no part of one is ever let through, however the text is cut."""
+"""Where an answer ends: stop strings, in a text that arrives in pieces, and stop ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine_runtime.generation import Output, TokenLogprobs
+from engine_runtime.sampling import SamplingParams
+
 
 class StopStrings:
-    """Lets text through until the first of `stops` is complete.
+    """Lets text through until the first of `stops` is complete; no part of one is let through, however the text is cut.
 
     Of several stops the one that ends first counts, of those that end together the longest; so the result depends on
     the text alone. include: let that stop through as well.
@@ -41,3 +44,18 @@ class StopStrings:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest proper beginning of `stop` that `text` ends with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def split_stop(
+    output: Output, params: SamplingParams, eos_ids: Sequence[int], include: bool
+) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None, int | None]:
+    """Tokens and logprobs of `output` without an id that ended the text, and that id if the request had asked for it
+    (the model's own ends, `eos_ids`, are nobody's business). include: leave an id that was asked for in."""
+    tokens, logprobs = output.tokens, output.logprobs
+    if output.finish != "stop" or not tokens:
+        return tokens, logprobs, None
+    last = tokens[-1]
+    asked = last not in eos_ids and last in (params.stop_ids or ())
+    if not (asked and include):
+        tokens, logprobs = tokens[:-1], None if logprobs is None else logprobs[:-1]
+    return tokens, logprobs, last if asked else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from engine_runtime.generation import RequestTiming, RequestUsage, TokenLogprobs
@@ -11,32 +12,33 @@ from engine_runtime.tokenizer import Tokenizer
 
 
 def usage_json(
-    usages: Sequence[RequestUsage], reasoning_tokens: int = 0, timings: Sequence[RequestTiming] | None = None
+    prompts: Sequence[RequestUsage],
+    choices: Sequence[RequestUsage],
+    reasoning_tokens: int = 0,
+    timings: Sequence[RequestTiming] | None = None,
 ) -> dict[str, Any]:
-    """The usage of all choices of one request, which share a prompt. timings: of each, where they were asked for."""
-    prompt = usages[0].prompt_tokens
-    completion = sum(usage.completion_tokens for usage in usages)
+    """The usage of one response. prompts: of one choice for each prompt, choices: of all. timings: of all choices,
+    where they were asked for."""
+    prompt = sum(usage.prompt_tokens for usage in prompts)
+    completion = sum(usage.completion_tokens for usage in choices)
     value: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": usages[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
     if timings is not None:
-        passes = sum(usage.passes for usage in usages)
         value["timing"] = {
             **timing_json(timings),
-            "passes": passes,
-            "rows": sum(usage.rows for usage in usages),
-            "accepted_draft_tokens": sum(usage.accepted for usage in usages),
-            "preemptions": sum(usage.preemptions for usage in usages),
+            **{name: sum(getattr(usage, name) for usage in choices) for name in ("passes", "rows", "preemptions")},
+            "accepted_draft_tokens": sum(usage.accepted for usage in choices),
         }
     return value
 
 
 def timing_json(timings: Sequence[RequestTiming]) -> dict[str, float]:
-    return {f"{part}_seconds": sum(getattr(t, part) for t in timings) for part in RequestTiming.__annotations__}
+    return {f"{part.name}_seconds": sum(getattr(t, part.name) for t in timings) for part in fields(RequestTiming)}
 
 
 def trace_json(tokenizer: Tokenizer, step: StepTrace) -> dict[str, Any]:
@@ -64,4 +66,42 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> lis
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
-    return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
+    return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+class TextLogprobs:
+    """`logprobs` of a text completion's choice, in pieces."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.stream()
+        self._offset = 0
+
+    def json(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """The next `tokens`, with as many entries; None where there is none, as for the first token of a prompt."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.push([token]))
+        return {
+            "tokens": [self._text(token) for token in tokens],
+            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": [
+                None if entry is None else {self._text(token): _finite(value) for token, value in entry.top}
+                for entry in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        """Two tokens never have the same name, though they may both be no text by themselves."""
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's API says -9999.0."""
+    return max(logprob, -9999.0)
