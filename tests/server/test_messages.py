@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
 
-from engine_runtime.server import messages
-from tests.server.scripted import MODEL, ScriptedEngine, serving
-from tests.server.vocabulary import call, section, tokenizer
+from tests.server.harness import MODEL, Live, ScriptedEngine
+from tests.server.vocabulary import call, ids, section, tokenizer
 
 END = "<|im_end|>"
 READ: Any = {
@@ -24,23 +22,14 @@ THINK: Any = {"type": "enabled", "budget_tokens": 1024}
 GO: Any = [{"role": "user", "content": "go"}]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[ScriptedEngine, str]]:
-    engine = ScriptedEngine()
-    with serving(engine, [messages]) as address:
-        yield engine, address
+@pytest.fixture
+def engine(live: Live) -> ScriptedEngine:
+    return live.engine
 
 
 @pytest.fixture
-def engine(server: tuple[ScriptedEngine, str]) -> ScriptedEngine:
-    engine = server[0]
-    engine.__init__()  # type: ignore[misc]
-    return engine
-
-
-@pytest.fixture
-def client(server: tuple[ScriptedEngine, str]) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server[1], api_key="none", max_retries=0)
+def client(live: Live) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0)
 
 
 def prompt(engine: ScriptedEngine) -> str:
@@ -48,8 +37,10 @@ def prompt(engine: ScriptedEngine) -> str:
 
 
 def test_text_and_usage(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
-    engine.scripts, engine.cached_tokens = ["Hello" + END], 5
-    answer = client.messages.create(model=MODEL, max_tokens=20, messages=GO, system="be brief", extra_body={"top_k": 3})
+    engine.tokens, engine.cached = ids("Hello" + END), 5
+    answer = client.messages.create(
+        model=MODEL.name, max_tokens=20, messages=GO, system="be brief", extra_body={"top_k": 3}
+    )
     assert [block.type for block in answer.content] == ["text"] and answer.content[0].text == "Hello"  # type: ignore[union-attr]
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
     assert answer.usage.cache_read_input_tokens == 5
@@ -61,9 +52,9 @@ def test_text_and_usage(engine: ScriptedEngine, client: anthropic.Anthropic) -> 
 @pytest.mark.parametrize("group", [1, 5, 16])
 def test_events_come_in_order(engine: ScriptedEngine, client: anthropic.Anthropic, group: int) -> None:
     engine.group = group
-    engine.scripts = ["why</think>I read" + section(call("functions.Read:0", '{"path": "a b"}')) + END]
+    engine.tokens = ids("why</think>I read" + section(call("functions.Read:0", '{"path": "a b"}')) + END)
     events = list(
-        client.messages.create(model=MODEL, max_tokens=99, messages=GO, tools=[READ], thinking=THINK, stream=True)
+        client.messages.create(model=MODEL.name, max_tokens=99, messages=GO, tools=[READ], thinking=THINK, stream=True)
     )
     kinds = [event.type for event in events]
     once = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
@@ -75,18 +66,18 @@ def test_events_come_in_order(engine: ScriptedEngine, client: anthropic.Anthropi
         (1, "text"),
         (2, "tool_use"),
     ]
-    ids = [event.index for event in events if event.type.startswith("content_block")]
-    assert ids == sorted(ids)
+    indices = [event.index for event in events if event.type.startswith("content_block")]
+    assert indices == sorted(indices)
     assert events[0].message.usage.input_tokens == len(engine.requests[0].prompt)  # type: ignore[union-attr]
     last = next(event for event in events if event.type == "message_delta")
     assert last.delta.stop_reason == "tool_use" and last.usage.output_tokens > 0
 
 
 def test_the_stream_helper_of_the_client_accepts_it(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
-    engine.scripts = [
+    engine.tokens = ids(
         "why</think>ok" + section(call("functions.Read:0", '{"path": "é"}'), call("functions.Read:1", "{}"))
-    ]
-    with client.messages.stream(model=MODEL, max_tokens=99, messages=GO, tools=[READ], thinking=THINK) as stream:
+    )
+    with client.messages.stream(model=MODEL.name, max_tokens=99, messages=GO, tools=[READ], thinking=THINK) as stream:
         final = stream.get_final_message()
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert final.content[2].input == {"path": "é"} and final.content[3].id == "functions.Read:1"  # type: ignore[union-attr]
@@ -94,7 +85,7 @@ def test_the_stream_helper_of_the_client_accepts_it(engine: ScriptedEngine, clie
 
 def test_a_tool_loop(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
     """Blocks come back as they were given; results before the text beside them; foreign ids become native."""
-    engine.scripts = ["</think>done" + END]
+    engine.tokens = ids("</think>done" + END)
     history: Any = [
         {"role": "user", "content": [{"type": "text", "text": "read", "cache_control": {"type": "ephemeral"}}]},
         {
@@ -116,7 +107,7 @@ def test_a_tool_loop(engine: ScriptedEngine, client: anthropic.Anthropic) -> Non
             ],
         },
     ]
-    client.messages.create(model=MODEL, max_tokens=9, messages=history, tools=[READ], thinking=THINK)
+    client.messages.create(model=MODEL.name, max_tokens=9, messages=history, tools=[READ], thinking=THINK)
     rendered = prompt(engine)
     assert "<think>THOUGHT</think>reading" in rendered
     assert '<|tool_call_begin|>functions.Read:0<|tool_call_argument_begin|>{"path": "a"}<|tool_call_end|>' in rendered
@@ -127,13 +118,13 @@ def test_a_tool_loop(engine: ScriptedEngine, client: anthropic.Anthropic) -> Non
 def test_a16_a_changing_header_does_not_change_the_prompt(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
     prompts = []
     for number in ("0a1b2", "ffff0"):
-        engine.scripts = ["ok" + END]
+        engine.tokens = ids("ok" + END)
         system: Any = [
             {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={number}"},
             {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}},
             {"type": "text", "text": "Rules."},
         ]
-        client.messages.create(model=MODEL, max_tokens=9, messages=GO, system=system)
+        client.messages.create(model=MODEL.name, max_tokens=9, messages=GO, system=system)
         prompts.append(prompt(engine))
     assert prompts[0] == prompts[1]
     assert "<|im_middle|>You are an agent.\n\nRules.<|im_end|>" in prompts[0] and "billing" not in prompts[0]
@@ -143,47 +134,47 @@ def test_a16_a_changing_header_does_not_change_the_prompt(engine: ScriptedEngine
     ("choice", "forced"), [({"type": "any"}, True), ({"type": "tool", "name": "Read"}, True), ({"type": "auto"}, False)]
 )
 def test_tool_choice(engine: ScriptedEngine, client: anthropic.Anthropic, choice: Any, forced: bool) -> None:
-    engine.scripts = ["x" + END]
-    client.messages.create(model=MODEL, max_tokens=9, messages=GO, tools=[READ], tool_choice=choice)
+    engine.tokens = ids("x" + END)
+    client.messages.create(model=MODEL.name, max_tokens=9, messages=GO, tools=[READ], tool_choice=choice)
     constraint = engine.requests[0].constraint
     assert constraint is not None and (constraint.grammar or "").startswith("start: section\n") is forced
 
 
 def test_none_forbids_calls(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
-    engine.scripts = ["x" + END]
-    client.messages.create(model=MODEL, max_tokens=9, messages=GO, tools=[READ], tool_choice={"type": "none"})
+    engine.tokens = ids("x" + END)
+    client.messages.create(model=MODEL.name, max_tokens=9, messages=GO, tools=[READ], tool_choice={"type": "none"})
     constraint = engine.requests[0].constraint
     assert constraint is not None and constraint.grammar is None and len(constraint.banned) == 2
 
 
 def test_stop_sequences_and_limits(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
-    engine.scripts = ["one two STOP three" + END]
-    answer = client.messages.create(model=MODEL, max_tokens=99, messages=GO, stop_sequences=["STOP"])
+    engine.tokens = ids("one two STOP three" + END)
+    answer = client.messages.create(model=MODEL.name, max_tokens=99, messages=GO, stop_sequences=["STOP"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "STOP")
     assert answer.content[0].text == "one two "  # type: ignore[union-attr]
-    engine.scripts, engine.finish = ["half"], "length"
-    assert client.messages.create(model=MODEL, max_tokens=1, messages=GO).stop_reason == "max_tokens"
+    engine.tokens, engine.finish = ids("half"), "length"
+    assert client.messages.create(model=MODEL.name, max_tokens=1, messages=GO).stop_reason == "max_tokens"
 
 
 def test_structured_output(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
-    engine.scripts = ['{"n": 1}' + END]
+    engine.tokens = ids('{"n": 1}' + END)
     config: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    client.messages.create(model=MODEL, max_tokens=9, messages=GO, output_config=config)
+    client.messages.create(model=MODEL.name, max_tokens=9, messages=GO, output_config=config)
     constraint = engine.requests[0].constraint
     assert constraint is not None and "%json" in (constraint.grammar or "")
 
 
 def test_count_tokens(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
-    engine.scripts = ["x" + END]
-    client.messages.create(model=MODEL, max_tokens=9, messages=GO, tools=[READ], system="s")
-    counted = client.messages.count_tokens(model=MODEL, messages=GO, tools=[READ], system="s")
+    engine.tokens = ids("x" + END)
+    client.messages.create(model=MODEL.name, max_tokens=9, messages=GO, tools=[READ], system="s")
+    counted = client.messages.count_tokens(model=MODEL.name, messages=GO, tools=[READ], system="s")
     assert counted.input_tokens == len(engine.requests[0].prompt)
 
 
 def test_a_failure_in_the_stream_is_told(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
-    engine.scripts, engine.finish, engine.error = ["a b c d e f g h"], "error", "the logits were not numbers"
+    engine.tokens, engine.finish, engine.error = ids("a b c d e f g h"), "error", "the logits were not numbers"
     with pytest.raises(anthropic.APIStatusError, match="not numbers"):
-        list(client.messages.create(model=MODEL, max_tokens=9, messages=GO, stream=True))
+        list(client.messages.create(model=MODEL.name, max_tokens=9, messages=GO, stream=True))
 
 
 @pytest.mark.parametrize(
@@ -201,16 +192,16 @@ def test_a_failure_in_the_stream_is_told(engine: ScriptedEngine, client: anthrop
         ({"stop_sequences": [""]}, "stop_sequences"),
     ],
 )
-def test_what_cannot_be_is_refused_in_anthropics_envelope(server, engine, change: dict[str, Any], word: str) -> None:
-    body = {"model": MODEL, "max_tokens": 9, "messages": GO, **change}
-    reply = httpx.post(f"{server[1]}/v1/messages", json=body)
+def test_what_cannot_be_is_refused_in_anthropics_envelope(live, engine, change: dict[str, Any], word: str) -> None:
+    body = {"model": MODEL.name, "max_tokens": 9, "messages": GO, **change}
+    reply = httpx.post(f"{live.url}/v1/messages", json=body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["type"] == "error" and reply.json()["error"]["type"] == "invalid_request_error"
     assert word in reply.json()["error"]["message"] and not engine.requests
 
 
 def test_hosted_tools_are_left_out(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
-    engine.scripts = ["x" + END]
+    engine.tokens = ids("x" + END)
     hosted: Any = {"type": "web_search_20250305", "name": "web_search"}
-    client.messages.create(model=MODEL, max_tokens=9, messages=GO, tools=[hosted, READ])
+    client.messages.create(model=MODEL.name, max_tokens=9, messages=GO, tools=[hosted, READ])
     assert "web_search" not in prompt(engine) and "Read" in prompt(engine)

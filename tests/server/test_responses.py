@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from engine_runtime.server import responses
-from tests.server.scripted import MODEL, ScriptedEngine, serving
-from tests.server.vocabulary import call, section, tokenizer
+from tests.server.harness import MODEL, Live, ScriptedEngine
+from tests.server.vocabulary import call, ids, section, tokenizer
 
 END = "<|im_end|>"
 READ = {
@@ -23,23 +21,14 @@ READ = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[ScriptedEngine, str]]:
-    engine = ScriptedEngine()
-    with serving(engine, [responses]) as address:
-        yield engine, address
+@pytest.fixture
+def engine(live: Live) -> ScriptedEngine:
+    return live.engine
 
 
 @pytest.fixture
-def engine(server: tuple[ScriptedEngine, str]) -> ScriptedEngine:
-    engine = server[0]
-    engine.__init__()  # type: ignore[misc]
-    return engine
-
-
-@pytest.fixture
-def client(server: tuple[ScriptedEngine, str]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0)
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
 
 def prompt(engine: ScriptedEngine) -> str:
@@ -47,9 +36,9 @@ def prompt(engine: ScriptedEngine) -> str:
 
 
 def test_text_with_reasoning(engine: ScriptedEngine, client: openai.OpenAI) -> None:
-    engine.scripts = ["let me see</think>Hello **you**" + END]
-    engine.cached_tokens = 3
-    answer = client.responses.create(model=MODEL, input="hi", instructions="be brief", max_output_tokens=50)
+    engine.tokens = ids("let me see</think>Hello **you**" + END)
+    engine.cached = 3
+    answer = client.responses.create(model=MODEL.name, input="hi", instructions="be brief", max_output_tokens=50)
     assert answer.output_text == "Hello **you**" and answer.status == "completed" and answer.error is None
     assert [item.type for item in answer.output] == ["reasoning", "message"]
     assert answer.output[0].content[0].text == "let me see"  # type: ignore[union-attr, index]
@@ -62,8 +51,8 @@ def test_text_with_reasoning(engine: ScriptedEngine, client: openai.OpenAI) -> N
 @pytest.mark.parametrize("group", [1, 4, 16])
 def test_a19_events_come_in_order(engine: ScriptedEngine, client: openai.OpenAI, group: int) -> None:
     engine.group = group
-    engine.scripts = ["why</think>I read" + section(call("functions.read:0", '{"path": "a b"}')) + END]
-    events = list(client.responses.create(model=MODEL, input="go", tools=[READ], stream=True))  # type: ignore[call-overload]
+    engine.tokens = ids("why</think>I read" + section(call("functions.read:0", '{"path": "a b"}')) + END)
+    events = list(client.responses.create(model=MODEL.name, input="go", tools=[READ], stream=True))  # type: ignore[call-overload]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     once = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
@@ -98,8 +87,8 @@ def test_a19_events_come_in_order(engine: ScriptedEngine, client: openai.OpenAI,
 
 
 def test_the_stream_helper_of_the_client_accepts_it(engine: ScriptedEngine, client: openai.OpenAI) -> None:
-    engine.scripts = ["</think>one two" + END]
-    with client.responses.stream(model=MODEL, input="go") as stream:
+    engine.tokens = ids("</think>one two" + END)
+    with client.responses.stream(model=MODEL.name, input="go") as stream:
         for _ in stream:
             pass
         assert stream.get_final_response().output_text == "one two"
@@ -107,10 +96,10 @@ def test_the_stream_helper_of_the_client_accepts_it(engine: ScriptedEngine, clie
 
 def test_t8_a_tool_loop_keeps_native_ids(engine: ScriptedEngine, client: openai.OpenAI) -> None:
     """What was given comes back as input, reasoning included, and the next call counts on."""
-    engine.scripts = ["first</think>" + section(call("functions.read:0", '{"path":"a"}')) + END, "</think>done" + END]
+    engine.tokens = ids("first</think>" + section(call("functions.read:0", '{"path":"a"}')) + END)
     include: Any = ["reasoning.encrypted_content"]
     history: list[Any] = [{"role": "user", "content": "go"}]
-    first = client.responses.create(model=MODEL, input=history, tools=[READ], include=include)  # type: ignore[list-item]
+    first = client.responses.create(model=MODEL.name, input=history, tools=[READ], include=include)  # type: ignore[list-item]
     made = first.output[-1]
     assert made.type == "function_call" and made.call_id == "functions.read:0"
     for item in first.output:
@@ -118,8 +107,9 @@ def test_t8_a_tool_loop_keeps_native_ids(engine: ScriptedEngine, client: openai.
         if item.type == "reasoning":
             value["content"] = []  # as Codex does: it returns what is encrypted only
         history.append(value)
+    engine.tokens = ids("</think>done" + END)
     history.append({"type": "function_call_output", "call_id": made.call_id, "output": "text of a"})
-    client.responses.create(model=MODEL, input=history, tools=[READ])  # type: ignore[list-item]
+    client.responses.create(model=MODEL.name, input=history, tools=[READ])  # type: ignore[list-item]
     rendered = prompt(engine)
     assert "<think>first</think><|tool_calls_section_begin|><|tool_call_begin|>functions.read:0" in rendered
     assert "## Return of functions.read:0\ntext of a" in rendered
@@ -129,55 +119,55 @@ def test_t8_a_tool_loop_keeps_native_ids(engine: ScriptedEngine, client: openai.
 def test_custom_tools_carry_plain_text(engine: ScriptedEngine, client: openai.OpenAI) -> None:
     tool: Any = {"type": "custom", "name": "apply_patch", "description": "Patch files"}
     patch = "*** Begin Patch\n+é"
-    engine.scripts = ["</think>" + section(call("functions.apply_patch:0", json.dumps({"input": patch}))) + END]
-    events = list(client.responses.create(model=MODEL, input="go", tools=[tool], stream=True))
+    engine.tokens = ids("</think>" + section(call("functions.apply_patch:0", json.dumps({"input": patch}))) + END)
+    events = list(client.responses.create(model=MODEL.name, input="go", tools=[tool], stream=True))
     item = events[-1].response.output[0]  # type: ignore[union-attr]
     assert (item.type, item.name, item.input) == ("custom_tool_call", "apply_patch", patch)  # type: ignore[union-attr]
     assert "response.custom_tool_call_input.done" in [event.type for event in events]
-    engine.scripts = ["</think>ok" + END]
+    engine.tokens = ids("</think>ok" + END)
     given: Any = [
         {"role": "user", "content": "go"},
         {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": patch},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "done"}]},
     ]
-    client.responses.create(model=MODEL, input=given, tools=[tool])
+    client.responses.create(model=MODEL.name, input=given, tools=[tool])
     assert "## Return of functions.apply_patch:0\ndone" in prompt(engine)
 
 
 def test_json_schema_and_effort(engine: ScriptedEngine, client: openai.OpenAI) -> None:
-    engine.scripts = ['{"n": 1}' + END]
+    engine.tokens = ids('{"n": 1}' + END)
     form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}}
-    answer = client.responses.create(model=MODEL, input="go", text=form, reasoning={"effort": "none"})
+    answer = client.responses.create(model=MODEL.name, input="go", text=form, reasoning={"effort": "none"})
     assert answer.output_text == '{"n": 1}' and prompt(engine).endswith("<think></think>")
     constraint = engine.requests[0].constraint
     assert constraint is not None and constraint.grammar is not None and constraint.after == ()
 
 
 def test_an_answer_that_is_cut_is_incomplete(engine: ScriptedEngine, client: openai.OpenAI) -> None:
-    engine.scripts, engine.finish = ["</think>half a"], "length"
-    answer = client.responses.create(model=MODEL, input="go")
+    engine.tokens, engine.finish = ids("</think>half a"), "length"
+    answer = client.responses.create(model=MODEL.name, input="go")
     assert answer.status == "incomplete" and answer.output[-1].status == "incomplete"  # type: ignore[union-attr]
     assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
 
 
 def test_a_failure_in_the_stream_is_told(engine: ScriptedEngine, client: openai.OpenAI) -> None:
-    engine.scripts, engine.finish, engine.error = ["</think>a b c d e f"], "error", "the logits were not numbers"
-    events = list(client.responses.create(model=MODEL, input="go", stream=True))
+    engine.tokens, engine.finish, engine.error = ids("</think>a b c d e f"), "error", "the logits were not numbers"
+    events = list(client.responses.create(model=MODEL.name, input="go", stream=True))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message == "the logits were not numbers"
-    engine.scripts = ["</think>a b c d e f"]
+    engine.tokens = ids("</think>a b c d e f")
     with pytest.raises(openai.InternalServerError, match="not numbers"):
-        client.responses.create(model=MODEL, input="go")
+        client.responses.create(model=MODEL.name, input="go")
 
 
 def test_hosted_tools_are_left_out_with_a_warning(engine, client, caplog) -> None:
-    engine.scripts = ["</think>ok" + END]
+    engine.tokens = ids("</think>ok" + END)
     given: Any = [
         {"role": "user", "content": "go"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "more"}]},
     ]
-    answer = client.responses.create(model=MODEL, input=given, tools=[{"type": "web_search"}, READ])
+    answer = client.responses.create(model=MODEL.name, input=given, tools=[{"type": "web_search"}, READ])
     assert answer.output_text == "ok"
     assert [record.message for record in caplog.records if "hosted tool" in record.message]
     assert "web_search" not in prompt(engine) and "<|im_system|>system<|im_middle|>more" in prompt(engine)
@@ -203,12 +193,12 @@ def test_hosted_tools_are_left_out_with_a_warning(engine, client, caplog) -> Non
         ({"temperature": 9}, "temperature"),
     ],
 )
-def test_what_cannot_be_is_refused(server, engine, change: dict[str, Any], param: str) -> None:
-    reply = httpx.post(f"{server[1]}/v1/responses", json={"model": MODEL, "input": "x", **change})
+def test_what_cannot_be_is_refused(live, engine, change: dict[str, Any], param: str) -> None:
+    reply = httpx.post(f"{live.url}/v1/responses", json={"model": MODEL.name, "input": "x", **change})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
     assert not engine.requests
 
 
-def test_another_model_is_not_found(server) -> None:
-    reply = httpx.post(f"{server[1]}/v1/responses", json={"model": "gpt-x", "input": "x"})
+def test_another_model_is_not_found(live) -> None:
+    reply = httpx.post(f"{live.url}/v1/responses", json={"model": "gpt-x", "input": "x"})
     assert reply.status_code == 404
