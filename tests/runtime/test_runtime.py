@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -255,11 +256,13 @@ def test_preempted_requests_keep_their_text_on_two_ranks(engines: dict[str, Path
 
 
 def test_a_stream_keeps_its_speed_beside_a_long_prompt(engines: dict[str, Path]) -> None:
-    """Half of it is meant; less is allowed here, as the clock also sees what else this machine does."""
+    """Half of it is meant; less is allowed here, as the scheduler's clock also sees what else this machine does."""
     stream = ask([5, 6, 7], SamplingParams(max_tokens=180, stop_ids=()), PLAIN)
     prompts = [tuple(range(i, i + 120)) for i in range(2)]
     with Runtime.open(engines["one"], threads=1) as runtime:
-        found = max((measure(runtime, stream, prompts) for _ in range(3)), key=lambda found: found.ratio)
+        found = max(
+            (measure(runtime, stream, prompts, time.process_time) for _ in range(3)), key=lambda found: found.ratio
+        )
     assert found.tokens > 5
     assert found.ratio > 0.35
 

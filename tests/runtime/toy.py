@@ -156,6 +156,7 @@ class ToyExecutor:
         host = self.host
         row, slot = int(host["last_row"][0]), int(host["last_request"][0])
         assert host["row_request"][row] == slot and host["request_rows"][slot] == row + 1
+        assert host["context_len"][slot] == host["positions"][0], "rows see as much as context_len says"
         position = int(host["last_position"][0])
         tokens = self.context(slot, position + 1)
         host["logits"][0] = np.nan if tokens[-1] == self.nan_token else self.target_logits(tokens)
