@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import SimpleNamespace
@@ -68,6 +69,12 @@ def services(engine: ScriptedEngine) -> Any:
     return SimpleNamespace(
         model=model, tokenizer=tokenizer(), engine=engine, chat=chat, defaults=SamplingParams(), check_model=check_model
     )
+
+
+def server_events(text: str) -> list[tuple[str, Any]]:
+    """(name, data) of the server-sent events in the body of a response."""
+    lines = (dict(line.split(": ", 1) for line in event.splitlines()) for event in text.split("\n\n") if event)
+    return [(fields["event"], json.loads(fields["data"])) for fields in lines if "data" in fields]
 
 
 @contextlib.contextmanager
