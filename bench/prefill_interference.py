@@ -4,9 +4,9 @@
 
 A stream decodes; after some tokens, prompts arrive that generate one token each. The same text is generated once
 without them, and the time of the very same tokens is compared, so that acceptance plays no part. ratio: solo seconds
-over seconds beside the prefill. gap: longest time between two outputs of the stream. Repeats take turns (beside, alone,
-beside, ..) and the one with the median ratio is reported, as other load comes and goes; --clock cpu counts this process's
-processor time instead of the wall's, for a machine that does other things (one rank only).
+over seconds beside the prefill. gap: longest time between two outputs of the stream. Repeats take turns (beside,
+alone, beside, ..) and the one with the median ratio is reported, as other load comes and goes; --clock cpu counts this
+process's processor time instead of the wall's, for a machine that does other things (one rank only).
 """
 
 from __future__ import annotations

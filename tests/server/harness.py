@@ -77,10 +77,12 @@ def logprobs_of(token: int, top: int) -> TokenLogprobs:
 class ScriptedEngine:
     """`contract.Engine` and the health of an `EngineClient`.
 
-    tokens: what every request generates, group: at how many a step, ended by `finish` (where max_tokens is not
-    reached). before: awaited before each step with its number. failure: raised instead. error: the last output's.
+    scripts: what the next requests say, one after another. tokens: what every other request generates, group: at how
+    many a step, ended by `finish` (where max_tokens is not reached). before: awaited before each step with its number.
+    failure: raised instead. error: the last output's.
     """
 
+    scripts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=lambda: ids("Hello, world!<|im_end|>"))
     group: int = 1
     finish: str = "stop"
@@ -99,6 +101,8 @@ class ScriptedEngine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         if self.failure is not None:
             raise self.failure
+        if self.scripts:
+            self.tokens = ids(self.scripts.pop(0))
         number = len(self.requests)
         self.requests.append(request)
         most = request.params.max_tokens
@@ -196,3 +200,9 @@ def events_of(response: httpx.Response | str) -> list[Any]:
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     assert data[-1] == "[DONE]"
     return [json.loads(line) for line in data[:-1]]
+
+
+def server_events(text: str) -> list[tuple[str, Any]]:
+    """(name, data) of every event of a stream whose events have names."""
+    blocks = [block.split("\n") for block in text.split("\n\n") if block.startswith("event: ")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]

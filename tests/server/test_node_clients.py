@@ -5,35 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections import deque
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine_runtime.generation import GenerationRequest, Output
 from tests.server.harness import MODEL, ScriptedEngine, live_server
 from tests.server.vocabulary import call, section, tokenizer
 
+END = "<|im_end|>"
 NODE = Path(__file__).parent / "node"
 if shutil.which("node") is None:
     pytest.skip("node is not installed", allow_module_level=True)
 if not (NODE / "node_modules").exists():
     pytest.skip("the packages of tests/server/node are not installed: `make setup` does it", allow_module_level=True)
-
-
-class Queue(ScriptedEngine):
-    """Says one script after another."""
-
-    def __init__(self, scripts: list[str], group: int) -> None:
-        super().__init__()
-        self.scripts, self.size = deque(scripts), group
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
-        self.say(self.scripts.popleft(), self.size)
-        async for output in super().generate(request):
-            yield output
 
 
 def run(script: str, engine: ScriptedEngine, *arguments: str) -> Any:
@@ -47,15 +32,15 @@ def run(script: str, engine: ScriptedEngine, *arguments: str) -> Any:
 @pytest.mark.parametrize("group", [1, 7])
 def test_openai_node(group: int) -> None:
     arguments = '{"path": "a\\nb"}'
-    engine = Queue(
-        [
-            "hm</think>Hello",
-            "I must</think>reading" + section(call("functions.read-file.v2:0", arguments)),
-            "</think>it says text",
-            '</think>{"n": 3}',
-            "</think>hi there",
+    engine = ScriptedEngine(
+        scripts=[
+            "hm</think>Hello" + END,
+            "I must</think>reading" + section(call("functions.read-file.v2:0", arguments)) + END,
+            "</think>it says text" + END,
+            '</think>{"n": 3}' + END,
+            "</think>hi there" + END,
         ],
-        group,
+        group=group,
     )
     assert run("openai.mjs", engine) == {
         "plain": {"content": "Hello", "reasoning": "hm"},
@@ -80,11 +65,11 @@ def test_openai_node(group: int) -> None:
 
 def test_vercel_ai_sdk() -> None:
     scripts = [
-        "I will</think>" + section(call("functions.read:0", '{"path": "é.txt"}')),
-        "</think>Done.",
-        '</think>{"n": 4}',
+        "I will</think>" + section(call("functions.read:0", '{"path": "é.txt"}')) + END,
+        "</think>Done." + END,
+        '</think>{"n": 4}' + END,
     ]
-    engine = Queue(scripts, 3)
+    engine = ScriptedEngine(scripts, group=3)
     assert run("ai.mjs", engine, MODEL.name) == {
         "seen": ["é.txt"],
         "kinds": ["reasoning-delta", "text-delta", "tool-call", "tool-result"],
