@@ -50,6 +50,7 @@ async function answer() {
   const message = { role: "assistant", content: "", reasoning_content: "" };
   running = new AbortController();
   run = newRun();
+  $("step").value = $("step").max = 1;
   busy(true);
   const body = {
     model, messages: [...messages], stream: true, stream_options: { include_usage: true }, timing: true, trace: true,
@@ -69,7 +70,7 @@ async function answer() {
     }
   }
   run.end = performance.now();
-  show(true);
+  show();
   messages.push(message);
   running = null;
   busy(false);
@@ -94,7 +95,7 @@ function take(chunk, message, place) {
     run.tokens = chunk.usage.completion_tokens;
   }
   scrollDown();
-  show(false);
+  showSoon();
 }
 
 function takeTrace(trace) {
@@ -112,12 +113,17 @@ function takeTrace(trace) {
 
 // ---- the figures ----
 
-let drawn = 0;
+let scheduled = null;
 
-function show(final) {
+/** Show the figures soon; many chunks may share one drawing. */
+function showSoon() {
+  scheduled ??= setTimeout(show, 50);
+}
+
+function show() {
+  clearTimeout(scheduled);
+  scheduled = null;
   const now = performance.now();
-  if (!final && now - drawn < 60) return;
-  drawn = now;
   const writing = ((run.end ?? now) - (run.first ?? now)) / 1000;
   $("rate").textContent = writing > 0.05 ? (run.tokens / writing).toFixed(0) : "–";
   $("first").textContent = run.first === null ? "–" : `${((run.first - run.begin) / 1000).toFixed(2)} s`;
@@ -126,7 +132,7 @@ function show(final) {
   $("passes").textContent = passes || "–";
   $("per-pass").textContent = passes ? (emitted / passes).toFixed(2) : "–";
   const slider = $("step");
-  const follow = !final || slider.disabled || Number(slider.value) >= Number(slider.max);
+  const follow = slider.disabled || Number(slider.value) >= Number(slider.max);
   slider.max = Math.max(1, passes);
   slider.disabled = passes === 0;
   if (follow) slider.value = slider.max;
