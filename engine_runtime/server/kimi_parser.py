@@ -5,11 +5,14 @@ that come out, joined, are the same for every cut of the stream. No marker is ev
 
 What real output does beside the plain format, and what happens then:
 
-- the reasoning ends at `</think>`, or without it where a tool call begins; a leading `<think>` is skipped;
-- text after a section of calls is content; between the calls of a section only text that is not blank is;
+- the reasoning ends at `</think>`, or without it where a tool call begins; `<think>` begins one where it comes first,
+  anywhere else it is skipped;
+- text after a section of calls is content; text in a section but in none of its calls is dropped, unless the turn has
+  no call at all;
 - a call is named by `functions.NAME:N`. An id of another form (`3`, `call_9f`) means the only tool there is, or the
   only one whose parameters fit the arguments; else the id itself is the name, so that the client can say it is unknown;
 - arguments that are one JSON string holding JSON are unwrapped once, which means waiting for their end;
+- a call without arguments has `{}`;
 - a call cut off by the token limit keeps the arguments it has; one cut off inside its id is dropped;
 - `<|tool_call_section_begin|>` (singular) is no token of the vocabulary: where a model spells it, it is text.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from enum import Enum, auto
 
 from engine_runtime.generation import TokenLogprobs
@@ -52,8 +55,16 @@ class _In(Enum):
     ARGUMENTS = auto()
 
 
+_AFTER = {
+    "section": _In.SECTION,
+    "end_section": _In.CONTENT,
+    "call": _In.ID,
+    "end_call": _In.SECTION,
+}
+
+
 class KimiParser:
-    """Parses one turn. `tool_calls`: calls begun so far. `reasoning_tokens`: tokens of reasoning text.
+    """Parses one turn. `tool_calls`: calls begun so far. `reasoning_tokens`: tokens of reasoning text so far.
 
     starts_in_reasoning: the prompt ends with `<think>`. history_calls: calls in the prompt. parse_calls: without it
     markers of calls are skipped and what stands between them is content.
@@ -82,7 +93,8 @@ class KimiParser:
         self._state = _In.REASONING if starts_in_reasoning else _In.CONTENT
         self._text: StreamDecoder = tokenizer.stream()
         self._events: list[ChatEvent] = []
-        self._piece = ""  # text of this state that no event holds yet
+        self._pieces: list[str] = []  # text of this state that no event holds yet
+        self._at_start = True
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._arguments: _Arguments | None = None
@@ -100,15 +112,14 @@ class KimiParser:
 
     def finish(self) -> list[ChatEvent]:
         """The events that were held back for what might have followed."""
-        if self._state is _In.ARGUMENTS:
-            self._end_call(complete=False)
-        self._leave()
+        self._leave(None)
         return self._drain()
 
     # ---- tokens ----
 
     def _take(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._piece += self._text.push((token,))
+        self._at_start = False
+        self._pieces.append(self._text.push((token,)))
         if self._state is _In.REASONING:
             self.reasoning_tokens += 1
         if self._state in (_In.REASONING, _In.CONTENT):
@@ -117,65 +128,68 @@ class KimiParser:
                 self._logprobs.append(logprobs)
 
     def _mark(self, marker: str) -> None:
+        at_start, self._at_start = self._at_start, False
         if marker == "think":
-            self._enter(_In.REASONING)
+            if at_start:
+                self._state = _In.REASONING
         elif marker == "end_think":
             if self._state is _In.REASONING:
                 self._enter(_In.CONTENT)
-        elif marker == "section":
-            self._enter(_In.SECTION)
-        elif marker == "end_section":
-            self._enter(_In.CONTENT)
-        elif marker == "call":
-            self._enter(_In.ID)
-        elif marker == "arguments" and self._state is _In.ID:
-            self._piece += self._text.flush()
-            self._arguments = self._begin_call(self._piece.strip())
-            self._piece = ""
-            self._state = _In.ARGUMENTS
-        elif marker == "end_call":
-            self._enter(_In.SECTION)
+        elif marker == "arguments":
+            if self._state is _In.ID:
+                self._begin_call()
+        else:
+            self._enter(_AFTER[marker])
 
     def _enter(self, state: _In) -> None:
         if state is self._state and state is not _In.ID:
             return
-        if self._state is _In.ARGUMENTS:
-            self._end_call(complete=True)
-        self._leave()
+        self._leave(state)
         self._state = state
 
-    def _leave(self) -> None:
-        """Give out what this state still holds."""
-        self._piece += self._text.flush()
-        if self._state is _In.SECTION and self._piece.strip():
-            self._state = _In.CONTENT
+    def _leave(self, next_state: _In | None) -> None:
+        """Give out what this state still holds. next_state: None at the end of the tokens."""
+        self._pieces.append(self._text.flush())
+        if self._state is _In.ID and next_state is not None and self._joined().strip():
+            self._begin_call()
+        if self._state is _In.SECTION and next_state is not _In.ID and not self.tool_calls and self._joined().strip():
+            self._state = _In.CONTENT  # better than an answer without anything
         self._emit()
-        self._piece = ""
-        self._tokens, self._logprobs = [], []
+        if self._arguments is not None:
+            self._events += self._arguments.finish(complete=next_state is not None)
+        self._pieces, self._tokens, self._logprobs, self._arguments = [], [], [], None
 
     # ---- events ----
 
+    def _joined(self) -> str:
+        return "".join(self._pieces)
+
     def _emit(self) -> None:
         """Turn the text at hand into an event, where the state streams its text."""
-        if self._state is _In.ARGUMENTS:
-            assert self._arguments is not None
-            self._events += self._arguments.push(self._piece)
-            self._piece = ""
-        if self._state not in (_In.REASONING, _In.CONTENT) or not self._piece:
+        if self._state in (_In.SECTION, _In.ID):
             return
-        tokens, logprobs = tuple(self._tokens), tuple(self._logprobs)
-        if self._state is _In.REASONING:
-            self._events.append(ReasoningDelta(self._piece, tokens))
-        else:
-            self._events.append(ContentDelta(self._piece, tokens, logprobs))
-        self._piece = ""
-        self._tokens, self._logprobs = [], []
+        text = self._joined()
+        self._pieces = []
+        if self._arguments is not None:
+            self._events += self._arguments.push(text)
+        elif text:
+            tokens, logprobs = tuple(self._tokens), tuple(self._logprobs)
+            self._tokens, self._logprobs = [], []
+            if self._state is _In.REASONING:
+                self._events.append(ReasoningDelta(text, tokens))
+            else:
+                self._events.append(ContentDelta(text, tokens, logprobs))
 
     def _drain(self) -> list[ChatEvent]:
         events, self._events = self._events, []
         return events
 
-    def _begin_call(self, id_: str) -> _Arguments:
+    def _begin_call(self) -> None:
+        """The text at hand is a call's id, its arguments follow."""
+        self._pieces.append(self._text.flush())
+        id_ = "".join(self._joined().split())
+        self._pieces = []
+        self._state = _In.ARGUMENTS
         index = self.tool_calls
         self.tool_calls += 1
         native = _NATIVE_ID.fullmatch(id_)
@@ -183,16 +197,7 @@ class KimiParser:
         known = native is not None or any(tool.name == name for tool in self._tools)
         if not known and len(self._tools) == 1:
             name, known = self._tools[0].name, True
-        return _Arguments(index, self._history_calls + index, name, self._tools if not known else ())
-
-    def _end_call(self, complete: bool) -> None:
-        assert self._arguments is not None
-        self._piece += self._text.flush()
-        self._events += self._arguments.push(self._piece)
-        self._events += self._arguments.finish(complete)
-        self._piece = ""
-        self._arguments = None
-        self._state = _In.SECTION
+        self._arguments = _Arguments(index, self._history_calls + index, name, () if known else self._tools)
 
 
 class _Arguments:
@@ -203,31 +208,31 @@ class _Arguments:
         self._index, self._number, self._name = index, number, name
         self._candidates = candidates  # tools that the call may mean; empty: the name is settled
         self._started = False
-        self._held = ""  # text that waits: leading or trailing blanks, or everything
         self._whole = bool(candidates)
+        self._held: list[str] = []  # text that waits: blanks at either end, or everything
 
     def push(self, text: str) -> list[ChatEvent]:
-        self._held += text
         if not self._started:
-            self._held = self._held.lstrip()
-            if not self._held:
+            text = text.lstrip()
+            if not text:
                 return []
-            self._whole = self._whole or self._held[0] == '"'
-        if self._whole:
-            self._started = True
-            return []
-        events = [] if self._started else [self._start()]
+            self._whole = self._whole or text[0] == '"'
+        events = [] if self._started or self._whole else [self._start()]
         self._started = True
-        ready = self._held.rstrip()
-        self._held = self._held[len(ready) :]
-        return events + ([ToolCallDelta(self._index, ready)] if ready else [])
+        self._held.append(text)
+        if self._whole or not text.strip():
+            return events
+        text = "".join(self._held)
+        ready = text.rstrip()
+        self._held = [text[len(ready) :]]
+        return [*events, ToolCallDelta(self._index, ready)]
 
     def finish(self, complete: bool) -> list[ChatEvent]:
         if not self._started:
             return [self._start(), *([ToolCallDelta(self._index, "{}")] if complete else [])]
         if not self._whole:
             return []
-        text = _unwrapped(self._held.rstrip())
+        text = _unwrapped("".join(self._held).rstrip())
         self._name = _meant_tool(text, self._candidates) or self._name
         return [self._start(), ToolCallDelta(self._index, text)]
 
@@ -241,7 +246,7 @@ def _unwrapped(text: str) -> str:
         inner = json.loads(text)
         if isinstance(inner, str) and isinstance(json.loads(inner), dict):
             return inner.strip()
-    except ValueError:
+    except (ValueError, RecursionError):
         pass  # arguments need not be valid: the client is told what the model wrote
     return text
 
@@ -250,14 +255,16 @@ def _meant_tool(arguments: str, tools: tuple[Tool, ...]) -> str | None:
     """The only one of `tools` that takes arguments with these names and needs no others."""
     try:
         given = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(given, dict):
         return None
-    fitting = [
-        tool.name
-        for tool in tools
-        if given.keys() <= tool.parameters.get("properties", {}).keys()
-        and set(tool.parameters.get("required", ())) <= given.keys()
-    ]
+    fitting = [tool.name for tool in tools if _takes(tool, given.keys())]
     return fitting[0] if len(fitting) == 1 else None
+
+
+def _takes(tool: Tool, names: Set[str]) -> bool:
+    properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+    known = properties.keys() if isinstance(properties, Mapping) else set()
+    needed = [name for name in required if isinstance(name, str)] if isinstance(required, Sequence) else []
+    return names <= known and names >= set(needed)

@@ -4,12 +4,14 @@ A grammar starts where the reasoning ends. `auto`: free text, but a section of c
 and holds valid arguments. `required` or a name: a section and nothing else. `none`: no section. Arguments follow the
 tool's schema where the tool is strict or the call is forced, else they are any JSON object; a schema that cannot be
 compiled is an error where it is asked for. Blanks inside JSON are capped, since a model that may go on printing them
-forever sometimes does.
+forever sometimes does. Calls are numbered on from those of the prompt, as the history of the next turn will number
+them: so that prompt repeats the tokens of this answer, and finds them in the prefix cache.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +27,10 @@ WHITESPACE = r"[ \n\r\t]{0,16}"
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_DEPTH = 64
 MAX_TOOLS = 512
+MAX_CALLS = 64  # in one turn
 TEXT = r"/(.|\n)+/"
+
+_log = logging.getLogger(__name__)
 
 
 def constraint_for(job: ChatJob, rendered: RenderedPrompt, tokenizer: Tokenizer) -> Constraint | None:
@@ -47,7 +52,8 @@ def constraint_for(job: ChatJob, rendered: RenderedPrompt, tokenizer: Tokenizer)
         raise BadRequest(f"response_format: {wanted.kind} cannot be met together with these tools", "response_format")
     stops = tuple(sorted(tokenizer.stop_ids))
     if not calls:
-        banned = markers if job.tools else ()
+        # a history of calls tempts the model to go on calling
+        banned = markers if job.tools or rendered.history_calls or wanted is not None else ()
         if wanted is None:
             return Constraint(banned=banned) if banned else None
         return Constraint(format_grammar(wanted), after, banned, banned_before=stops)
@@ -81,7 +87,7 @@ def _check_tools(job: ChatJob) -> None:
 
 
 def _section(job: ChatJob, number: int, tokenizer: Tokenizer, forced: bool) -> str:
-    """Lark rules for `section`: calls of the tools that may be called, the first with the number that comes next."""
+    """Lark rules for `section`: calls of the tools that may be called, numbered from `number`."""
     named = forced and job.tool_choice != "required"
     tools = [tool for tool in job.tools if not named or tool.name == job.tool_choice]
 
@@ -89,21 +95,20 @@ def _section(job: ChatJob, number: int, tokenizer: Tokenizer, forced: bool) -> s
         return f"<[{tokenizer.special_id(name)}]>"
 
     begin, arguments, end = (marker(f"<|tool_call_{kind}|>") for kind in ("begin", "argument_begin", "end"))
-    first, more, rules = [], [], []
-    for index, tool in enumerate(tools):
-        prefix = json.dumps(f"functions.{tool.name}:", ensure_ascii=False)
-        body = f"{arguments} args_{index} {end}"
-        first.append(f'{begin} {prefix} "{number}" {body}')
-        more.append(f"{begin} {prefix} NUMBER {body}")
-        rules.append(f"args_{index}: %json {json.dumps(_argument_schema(tool, forced))}")
-    several = " more*" if job.parallel_tool_calls else ""
-    lines = [
-        f"section: {marker('<|tool_calls_section_begin|>')} first{several} {marker('<|tool_calls_section_end|>')}",
-        "first: " + " | ".join(first),
-        *(["more: " + " | ".join(more), "NUMBER: /[0-9]{1,4}/"] if several else []),
-        *rules,
-    ]
-    return "\n".join(lines) + "\n"
+    names = [json.dumps(f"functions.{tool.name}:", ensure_ascii=False) for tool in tools]
+    calls = [f"{begin} {name} number::_ {arguments} args_{i} {end}" for i, name in enumerate(names)]
+    most = MAX_CALLS if job.parallel_tool_calls else 1
+    # a rule's parameter (`::`) is how many calls came before: its lowest bits, `[0:7]`, hold up to MAX_CALLS
+    return "\n".join(
+        [
+            f"section: {marker('<|tool_calls_section_begin|>')} calls::0 {marker('<|tool_calls_section_end|>')}",
+            f"calls::_: call::_ | call::_ calls::incr([0:7]) %if lt([0:7], {most - 1})",
+            "call::_: " + " | ".join(calls),
+            "number::_: " + " | ".join(f'"{number + i}" %if eq([0:7], {i})' for i in range(most)),
+            *(f"args_{i}: %json {json.dumps(_argument_schema(tool, forced))}" for i, tool in enumerate(tools)),
+            "",
+        ]
+    )
 
 
 def _argument_schema(tool: Tool, forced: bool) -> dict[str, Any]:
@@ -119,6 +124,7 @@ def _argument_schema(tool: Tool, forced: bool) -> dict[str, Any]:
         return schema
     if tool.strict:
         raise BadRequest(f"{where}: {_first_line(message)}", "tools")
+    _log.warning("%s: any object is accepted, the schema cannot be enforced: %s", where, _first_line(message))
     return anything
 
 
@@ -173,7 +179,9 @@ def check_schema(schema: Any, where: str) -> dict[str, Any]:
 
 
 def _with_blanks(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    """`schema` with blanks capped, and without its own address, which need not be one that the compiler takes."""
+    kept = {key: value for key, value in schema.items() if key != "$id"}
+    return {**kept, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _depth(value: Any) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from engine_runtime.sampling import SamplingParams
 from engine_runtime.server.contract import BadRequest, ChatJob, Tool
 from engine_runtime.server.conversation import declaration, normalise, render_prompt
 from engine_runtime.tokenizer import Tokenizer
-from tests.server.vocabulary import NANO, ids, template, tokenizer
+from tests.server.vocabulary import NANO, ids, real_tokenizer, template, tokenizer
 
-REAL = Path(__file__).parents[2].parent / "shared" / "data" / "kimi-tokenizer"
 CONVERSATIONS = 320
 WORDS = [
     "def",
@@ -122,9 +120,7 @@ class HuggingFaceLike:
 
 @pytest.fixture(scope="module")
 def real() -> tuple[Tokenizer, ChatTemplate]:
-    if not (REAL / "tiktoken.model").exists():
-        pytest.skip(f"the Kimi vocabulary is not at {REAL}")
-    kimi = Tokenizer.load(REAL)
+    kimi = real_tokenizer()
     return kimi, ChatTemplate(kimi, (NANO / "chat_template.jinja").read_text(), {})
 
 

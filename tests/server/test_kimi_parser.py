@@ -50,6 +50,8 @@ STREAMS = [
     "</think>" + section(call("functions.f.g-h:7", "[1]"), call("functions.Read:1", "")),
     "t</think>" + SECTION + CALL + "functions.f:0" + ARGUMENTS + '{"a',
     "t</think>" + SECTION + CALL + "functions.f",
+    "</think>" + SECTION + "j" + END_SECTION + CALL + "f" + END_CALL,
+    "<think>a" + CALL + "é" + CALL + "3" + ARGUMENTS + ' "x',
 ]
 
 
@@ -167,8 +169,43 @@ def test_broken_arguments_are_passed_on() -> None:
 
 
 def test_text_around_and_inside_a_section() -> None:
-    text = "</think>before " + SECTION + "\n" + call("functions.f:0", "{}") + " note " + END_SECTION + " after"
-    assert parse(ids(text))["content"] == "before  note  after"
+    text = "</think>before " + SECTION + "junk" + call("functions.f:0", "{}") + " note " + END_SECTION + " after"
+    assert parse(ids(text))["content"] == "before  after"
+    # an answer that is nothing but such text is better than an empty one
+    assert parse(ids("</think>" + SECTION + "junk" + END_SECTION + "!"))["content"] == "junk!"
+    assert parse(ids("</think>" + SECTION + "junk"))["content"] == "junk"
+
+
+def test_a_singular_section_marker_is_text() -> None:
+    text = "</think><|tool_call_section_begin|>x"
+    assert parse(ids(text)) == {"reasoning": "", "content": "<|tool_call_section_begin|>x", "calls": []}
+
+
+def test_think_counts_only_where_it_comes_first() -> None:
+    assert parse(ids("</think>the tag <think> and </think>."))["content"] == "the tag  and ."
+    inside = parse(ids("</think>" + section(call("functions.f:0", '{"a": "<think></think>"}')) + "<think>x"))
+    assert inside == {"reasoning": "", "content": "x", "calls": [["functions.f:0", "f", '{"a": ""}']]}
+
+
+def test_a_call_without_arguments() -> None:
+    for end in (END_CALL, END_SECTION, CALL + "functions.g:1" + ARGUMENTS + "{}"):
+        assert parse(ids("</think>" + CALL + "functions.f:0" + end))["calls"][0] == ["functions.f:0", "f", "{}"]
+    assert parse(ids("</think>" + CALL + " \n" + END_CALL))["calls"] == []
+
+
+def test_a_line_break_inside_an_id() -> None:
+    assert parse(ids("</think>" + section(call("\nfunctions.f\n:0\n", "{}"))))["calls"][0][1] == "f"
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, json.dumps("[" * 100_000), '{"a":' * 50_000])
+def test_arguments_nested_without_end(arguments: str) -> None:
+    found = parse(ids("</think>" + section(call("3", arguments))), tools=(READ, BASH))
+    assert found["calls"] == [["functions.3:0", "3", arguments]]
+
+
+def test_tools_with_malformed_schemas_are_never_meant() -> None:
+    broken = (Tool("a", "", {"properties": [1], "required": True}), Tool("b", "", {"required": [["x"]]}))
+    assert parse(ids("</think>" + section(call("3", '{"x": 1}'))), tools=broken)["calls"][0][1] == "3"
 
 
 def test_an_unfinished_call() -> None:

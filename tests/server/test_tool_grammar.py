@@ -15,8 +15,19 @@ from engine_runtime.generation import Constraint
 from engine_runtime.sampling import SamplingParams
 from engine_runtime.server.contract import BadRequest, ChatJob, ResponseFormat, Tool
 from engine_runtime.server.conversation import RenderedPrompt
-from engine_runtime.server.tool_grammar import constraint_for
-from tests.server.vocabulary import ARGUMENTS, CALL, END_SECTION, SECTION, call, ids, section, tokenizer
+from engine_runtime.server.tool_grammar import MAX_CALLS, constraint_for
+from engine_runtime.tokenizer import Tokenizer
+from tests.server.vocabulary import (
+    ARGUMENTS,
+    CALL,
+    END_SECTION,
+    SECTION,
+    call,
+    ids,
+    real_tokenizer,
+    section,
+    tokenizer,
+)
 
 SCHEMA = {
     "type": "object",
@@ -32,26 +43,32 @@ PLAIN = RenderedPrompt([], 3, False)
 
 
 @cache
-def matcher_tokenizer() -> LLTokenizer:
-    ours = tokenizer()
+def matcher_tokenizer(ours: Tokenizer) -> LLTokenizer:
     return lltokenizer_from_encoding(ours._bpe, n_vocab=ours.vocab_size, eos_token=sorted(ours.stop_ids))
 
 
-def constrain(rendered: RenderedPrompt = PLAIN, **options: Any) -> Constraint | None:
-    return constraint_for(ChatJob([], SamplingParams(), **options), rendered, tokenizer())
+def constrain(
+    rendered: RenderedPrompt = PLAIN, vocabulary: Tokenizer | None = None, **options: Any
+) -> Constraint | None:
+    return constraint_for(ChatJob([], SamplingParams(), **options), rendered, vocabulary or tokenizer())
 
 
-def accepts(constraint: Constraint | None, text: str) -> bool:
+def accepts(constraint: Constraint | None, text: str, vocabulary: Tokenizer | None = None) -> bool:
     """Whether the whole of `text`, its end included, is a turn that the grammar allows."""
     assert constraint is not None and constraint.grammar is not None
-    matcher = LLMatcher(matcher_tokenizer(), constraint.grammar)
+    vocabulary = vocabulary or tokenizer()
+    matcher = LLMatcher(matcher_tokenizer(vocabulary), constraint.grammar)
     assert not matcher.is_error(), matcher.get_error()
-    tokens = ids(text)
+    tokens = vocabulary.encode(text, allow_special=True)
     return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
 
 
 def test_free_text_needs_no_constraint() -> None:
-    assert constrain() is None
+    assert constrain(RenderedPrompt([], 0, True)) is None
+
+
+def test_without_tools_a_history_of_calls_is_not_continued() -> None:
+    assert constrain(PLAIN) == Constraint(banned=tuple(ids(SECTION + CALL)))
 
 
 def test_auto_leaves_text_free_and_holds_a_section_to_the_format() -> None:
@@ -74,11 +91,42 @@ def test_auto_leaves_text_free_and_holds_a_section_to_the_format() -> None:
         assert not accepts(auto, text), text
 
 
+def test_calls_are_numbered_on_from_the_history() -> None:
+    """The next prompt numbers them so; another number here would cost it the prefix cache."""
+    auto = constrain(RenderedPrompt([], 98, False), tools=(READ, BASH))
+    calls = [call(f"functions.{(READ, BASH)[n % 2].name}:{98 + n}", "{}") for n in range(MAX_CALLS + 1)]
+    for count in (1, 2, 3, MAX_CALLS):
+        assert accepts(auto, section(*calls[:count]))
+    assert not accepts(auto, section(*calls))
+    assert not accepts(auto, section(calls[0], calls[0]))
+    assert not accepts(auto, section(calls[0], calls[2]))
+    assert not accepts(auto, section(calls[1]))
+
+
 def test_auto_waits_for_the_end_of_the_reasoning() -> None:
     constraint = constrain(THINKING, tools=(READ,))
     assert constraint is not None
     assert constraint.after == (tokenizer().special_id("</think>"),)
     assert set(constraint.banned_before) == set(ids(SECTION + CALL)) and not constraint.banned
+
+
+def test_the_same_with_the_real_vocabulary() -> None:
+    kimi = real_tokenizer()
+    good = '{"path": "größe/中文.py",\n "line": 12}'
+    auto = constrain(THINKING, kimi, tools=(STRICT, BASH))
+    assert auto is not None and auto.after == (163607,) and set(auto.banned_before) == {163595, 163597}
+    answer = "Ich schaue nach… 👍\n" + section(call("functions.Read:3", good), call("functions.mcp.bash-run:4", "{}"))
+    assert accepts(auto, answer + END, kimi) and accepts(auto, "👍" + END, kimi)
+    for text in (
+        section(call("functions.Read:4", good)),
+        section(call("functions.Read:3", '{"line": 1}')),
+        section(call("functions.Write:3", "{}")),
+        call("functions.Read:3", good),
+    ):
+        assert not accepts(auto, text + END, kimi), text
+    forced = constrain(PLAIN, kimi, tools=(READ, BASH), tool_choice="Read")
+    assert accepts(forced, section(call("functions.Read:3", good)) + END, kimi)
+    assert not accepts(forced, "x" + END, kimi)
 
 
 def test_strict_tools_are_held_to_their_schema_and_others_to_an_object() -> None:
