@@ -18,7 +18,16 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
 MAX_NAMES_LOGGED = 20
-IGNORED = {"user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity"}
+IGNORED = {
+    "user",
+    "store",
+    "metadata",
+    "client_metadata",
+    "service_tier",
+    "prompt_cache_key",
+    "safety_identifier",
+    "verbosity",
+}
 """Fields of the OpenAI API that mean nothing here and need no warning."""
 
 _log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -58,9 +59,10 @@ def router(services: Services) -> APIRouter:
 
 
 def _params(body: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
-    given = {"temperature": body.temperature, "top_p": body.top_p or None, "top_k": body.top_k}
+    top_p = None if body.top_p is None else max(body.top_p, 1e-9)  # 0: the most probable token alone
+    given = {"temperature": body.temperature, "top_p": top_p, "top_k": body.top_k}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(defaults, **changes, max_tokens=body.max_tokens, seed=uuid.uuid4().int >> 65)
+    return replace(defaults, **changes, max_tokens=body.max_tokens, seed=secrets.randbits(63))
 
 
 async def _collect(services: Services, job: ChatJob, answer: Answer) -> dict[str, Any]:

@@ -37,6 +37,10 @@ class OutputConfig(Body):
     format: dict[str, Any] | None = None
 
 
+class ContextManagement(Body):
+    edits: list[dict[str, Any]] | None = None
+
+
 class InputMessage(Body):
     role: str
     content: str | list[dict[str, Any]]
@@ -52,6 +56,7 @@ class CountRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -76,38 +81,47 @@ def to_job(body: CountRequest, params: SamplingParams) -> ChatJob:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         thinking=body.thinking is not None and body.thinking.type != "disabled",
-        preserve_thinking=False,
+        preserve_thinking=_keeps_thinking(body.context_management),
         response_format=_response_format(body.output_config.format if body.output_config else None),
         stop=tuple(body.stop_sequences or ()) if isinstance(body, MessagesRequest) else (),
         token_ids=True,
     )
 
 
+def _keeps_thinking(management: ContextManagement | None) -> bool:
+    """Whether the client asks to keep the thinking of earlier turns; else the chat template drops it."""
+    edits = management.edits or [] if management is not None else []
+    return any(str(edit.get("type")).startswith("clear_thinking") and edit.get("keep") == "all" for edit in edits)
+
+
 def _messages(body: CountRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    system = _system(body.system)
+    system = _system(body.system, "system")
     if system:
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
-        if message.role not in ("user", "assistant"):
-            raise BadRequest(f"{where}.role: expected user or assistant, found {message.role!r:.80}", f"{where}.role")
         blocks = message.content
         blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
         if message.role == "user":
             messages += _user(blocks, f"{where}.content")
-        else:
+        elif message.role == "assistant":
             messages.append(_assistant(blocks, f"{where}.content"))
+        elif message.role == "system":
+            messages.append({"role": "system", "content": _system(blocks, f"{where}.content")})
+        else:
+            expected = "user, assistant or system"
+            raise BadRequest(f"{where}.role: expected {expected}, found {message.role!r:.80}", f"{where}.role")
     if messages[-1]["role"] == "assistant":
         sentence = "messages: the last one must be the user's, an answer cannot be begun for the model"
         raise BadRequest(sentence, "messages")
     return messages
 
 
-def _system(system: str | list[dict[str, Any]] | None) -> str:
+def _system(system: str | list[dict[str, Any]] | None, where: str) -> str:
     if system is None or isinstance(system, str):
         return system or ""
-    texts = [_text(block, f"system[{index}]") for index, block in enumerate(system)]
+    texts = [_text(block, f"{where}[{index}]") for index, block in enumerate(system)]
     return "\n\n".join(text for text in texts if not text.startswith(CHANGING_HEADER))
 
 
@@ -118,11 +132,13 @@ def _user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any
         here = f"{where}[{index}]"
         if block.get("type") == "tool_result":
             content = block.get("content") or ""
-            if not isinstance(content, str):
+            if isinstance(content, list):
                 content = "".join(_text(part, f"{here}.content[{i}]") for i, part in enumerate(content))
+            content = _string(content, f"{here}.content")
             if block.get("is_error") and not content:
                 content = "error"
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+            id_ = _string(block.get("tool_use_id"), f"{here}.tool_use_id")
+            results.append({"role": "tool", "tool_call_id": id_, "content": content})
         else:
             texts.append(_text(block, here))
     return results + ([{"role": "user", "content": "\n\n".join(texts)}] if texts or not results else [])
@@ -133,7 +149,8 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")
         if kind == "tool_use":
-            call = {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
+            name = _string(block.get("name"), f"{here}.name")
+            call = {"id": block.get("id"), "function": {"name": name, "arguments": block.get("input")}}
             turn.setdefault("tool_calls", []).append(call)
         elif kind == "thinking":
             turn["reasoning_content"] += _string(block.get("thinking"), here)
@@ -158,7 +175,7 @@ def _string(value: Any, where: str) -> str:
 def _tools(given: list[dict[str, Any]]) -> tuple[Tool, ...]:
     tools = []
     for index, tool in enumerate(given):
-        where, kind, name = f"tools[{index}]", tool.get("type", "custom"), tool.get("name")
+        where, kind, name = f"tools[{index}]", tool.get("type") or "custom", tool.get("name")
         if kind != "custom":
             _log.warning("%s: the hosted tool %.64r does not exist here and is left out", where, kind)
             continue

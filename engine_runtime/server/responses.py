@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -23,7 +23,7 @@ from engine_runtime.server.contract import (
 )
 from engine_runtime.server.errors import GenerationFailed, describe
 from engine_runtime.server.fields import sampling_params
-from engine_runtime.server.responses_request import ResponsesRequest, coded_reasoning, to_job
+from engine_runtime.server.responses_request import ClientTool, ResponsesRequest, coded_reasoning, to_job
 from engine_runtime.server.routes import JSONRoute
 from engine_runtime.server.services import Services
 from engine_runtime.server.sse import JSONBytes, event, open_stream, until_gone
@@ -43,8 +43,8 @@ def router(services: Services) -> APIRouter:
         model = services.model
         limit = body.max_output_tokens
         params = sampling_params(body, limit, services.defaults, model.room().eos_ids, model.vocab_size)
-        job, custom = to_job(body, params)
-        answer = Answer(body, model.name, custom)
+        job, tools = to_job(body, params)
+        answer = Answer(body, model.name, tools)
         if not body.stream:
             return JSONBytes(await until_gone(request, _collect(services, job, answer)))
         return await open_stream(request, _stream(services, job, answer), lambda error: _failure(answer, error))
@@ -82,10 +82,10 @@ def _failure(answer: Answer, error: Exception) -> bytes:
 class Answer:
     """The response object as it grows. `begin`, `take` and `fail` give the events that tell of the change, numbered."""
 
-    def __init__(self, body: ResponsesRequest, model: str, custom: frozenset[str]) -> None:
+    def __init__(self, body: ResponsesRequest, model: str, tools: Mapping[str, ClientTool]) -> None:
         self.begun = False
         self._body = body
-        self._custom = custom
+        self._tools = tools
         self._number = 0
         self._events: list[Event] = []
         self._output: list[dict[str, Any]] = []
@@ -166,11 +166,14 @@ class Answer:
 
     def _begin_call(self, call: ToolCallStart) -> None:
         self._close()
-        item: dict[str, Any] = {"id": _id("fc"), "call_id": call.id, "name": call.name}
-        if call.name in self._custom:
-            self._begin_item({"type": "custom_tool_call", **item, "input": ""})
+        tool = self._tools.get(call.name, ClientTool(call.name))
+        item: dict[str, Any] = {"call_id": call.id, "name": tool.name}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        if tool.custom:
+            self._begin_item({"type": "custom_tool_call", "id": _id("ctc"), **item, "input": ""})
         else:
-            self._begin_item({"type": "function_call", **item, "arguments": ""})
+            self._begin_item({"type": "function_call", "id": _id("fc"), **item, "arguments": ""})
 
     def _begin_item(self, item: dict[str, Any]) -> None:
         self._output.append({**item, "status": "in_progress"})
@@ -213,7 +216,7 @@ class Answer:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -196,3 +196,9 @@ def events_of(response: httpx.Response | str) -> list[Any]:
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     assert data[-1] == "[DONE]"
     return [json.loads(line) for line in data[:-1]]
+
+
+def named_events(response: httpx.Response) -> list[tuple[str, Any]]:
+    """(name, JSON) of each event of a stream whose events have names."""
+    events = (dict(line.split(": ", 1) for line in event.split("\n")) for event in response.text.split("\n\n") if event)
+    return [(event["event"], json.loads(event["data"])) for event in events if "data" in event]

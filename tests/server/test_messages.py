@@ -7,8 +7,9 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from pydantic import TypeAdapter
 
-from tests.server.harness import MODEL, Live, ScriptedEngine
+from tests.server.harness import MODEL, Live, ScriptedEngine, named_events
 from tests.server.vocabulary import call, ids, section, tokenizer
 
 END = "<|im_end|>"
@@ -73,6 +74,18 @@ def test_events_come_in_order(engine: ScriptedEngine, client: anthropic.Anthropi
     assert last.delta.stop_reason == "tool_use" and last.usage.output_tokens > 0
 
 
+def test_everything_has_the_clients_types(engine: ScriptedEngine, live: Live) -> None:
+    """The client itself does not check what it reads."""
+    body = {"model": MODEL.name, "max_tokens": 99, "messages": GO, "tools": [READ], "thinking": THINK}
+    engine.tokens = ids("why</think>I read" + section(call("functions.Read:0", '{"path": "a b"}')) + END)
+    anthropic.types.Message.model_validate(live.post("/v1/messages", body).json())
+    event_type: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
+    for name, data in named_events(live.post("/v1/messages", {**body, "stream": True})):
+        assert name == data["type"]
+        if name != "ping":
+            event_type.validate_python(data)
+
+
 def test_the_stream_helper_of_the_client_accepts_it(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
     engine.tokens = ids(
         "why</think>ok" + section(call("functions.Read:0", '{"path": "é"}'), call("functions.Read:1", "{}"))
@@ -113,6 +126,47 @@ def test_a_tool_loop(engine: ScriptedEngine, client: anthropic.Anthropic) -> Non
     assert '<|tool_call_begin|>functions.Read:0<|tool_call_argument_begin|>{"path": "a"}<|tool_call_end|>' in rendered
     assert "## Return of functions.Read:0\nfirst<|im_end|>" in rendered
     assert "## Return of functions.Read:1\nerror<|im_end|><|im_user|>user<|im_middle|>and?<|im_end|>" in rendered
+
+
+def test_t16_the_prompt_of_a_tool_loop_extends_the_last_one(
+    engine: ScriptedEngine, client: anthropic.Anthropic
+) -> None:
+    """Prompt and answer come back token for token, so that the prefix cache has them."""
+    script = "why</think>I read" + section(call("functions.Read:0", '{"path": "a"}')) + END
+    engine.tokens = ids(script)
+    first = client.messages.create(model=MODEL.name, max_tokens=99, messages=GO, tools=[READ], thinking=THINK)
+    turn = [block.model_dump(exclude_none=True) for block in first.content]
+    result = {"type": "tool_result", "tool_use_id": turn[-1]["id"], "content": "text"}
+    history: Any = [*GO, {"role": "assistant", "content": turn}, {"role": "user", "content": [result]}]
+    client.messages.create(model=MODEL.name, max_tokens=99, messages=history, tools=[READ], thinking=THINK)
+    before, after = (request.prompt for request in engine.requests)
+    extended = (*before, *ids(script))
+    assert after[: len(extended)] == extended
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_claude_code_sends(engine: ScriptedEngine, client: anthropic.Anthropic, keep: bool) -> None:
+    """Version 2.1: a system message in the conversation, adaptive thinking, thinking that is to be kept."""
+    engine.tokens = ids("why</think>ok" + END)
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    conversation: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "system", "content": "Agents: none"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "OLD", "signature": ""}]},
+        {"role": "user", "content": "two"},
+    ]
+    client.messages.create(
+        model=MODEL.name,
+        max_tokens=9000,
+        messages=conversation,
+        thinking={"type": "adaptive"},
+        metadata={"user_id": "x"},
+        output_config={"effort": "high"},
+        extra_body={"context_management": {"edits": edits}} if keep else {},
+    )
+    rendered = prompt(engine)
+    assert "<|im_system|>system<|im_middle|>Agents: none<|im_end|>" in rendered and rendered.endswith("<think>")
+    assert ("<think>OLD</think>" in rendered) is keep
 
 
 def test_a16_a_changing_header_does_not_change_the_prompt(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
@@ -181,10 +235,15 @@ def test_a_failure_in_the_stream_is_told(engine: ScriptedEngine, client: anthrop
     ("change", "word"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [*GO, {"role": "assistant", "content": "Sure"}]}, "the last one must be the user's"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]}, "tool_call_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]}, "[0].tool_use_id"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": 4}]}]},
+            "messages[0].content[0].content",
+        ),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}, *GO]}, "content[0].name"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"name": 4}]}, "tools[0]"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),

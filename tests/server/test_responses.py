@@ -8,8 +8,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
-from tests.server.harness import MODEL, Live, ScriptedEngine
+from tests.server.harness import MODEL, Live, ScriptedEngine, named_events
 from tests.server.vocabulary import call, ids, section, tokenizer
 
 END = "<|im_end|>"
@@ -18,6 +20,14 @@ READ = {
     "name": "read",
     "description": "Read a file",
     "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+}
+
+
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Patch files",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: patch"},
 }
 
 
@@ -86,6 +96,18 @@ def test_a19_events_come_in_order(engine: ScriptedEngine, client: openai.OpenAI,
             assert event.item_id == final.output[event.output_index].id
 
 
+def test_everything_has_the_clients_types(engine: ScriptedEngine, live: Live) -> None:
+    """The client itself does not check what it reads."""
+    body = {"model": MODEL.name, "input": "go", "tools": [READ, PATCH], "include": ["reasoning.encrypted_content"]}
+    calls = call("functions.read:0", '{"path": "a b"}'), call("functions.apply_patch:1", '{"input": "p"}')
+    engine.tokens = ids("why</think>I read" + section(*calls) + END)
+    Response.model_validate(live.post("/v1/responses", body).json())
+    event_type: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for name, data in named_events(live.post("/v1/responses", {**body, "stream": True})):
+        assert name == data["type"]
+        event_type.validate_python(data)
+
+
 def test_the_stream_helper_of_the_client_accepts_it(engine: ScriptedEngine, client: openai.OpenAI) -> None:
     engine.tokens = ids("</think>one two" + END)
     with client.responses.stream(model=MODEL.name, input="go") as stream:
@@ -96,7 +118,8 @@ def test_the_stream_helper_of_the_client_accepts_it(engine: ScriptedEngine, clie
 
 def test_t8_a_tool_loop_keeps_native_ids(engine: ScriptedEngine, client: openai.OpenAI) -> None:
     """What was given comes back as input, reasoning included, and the next call counts on."""
-    engine.tokens = ids("first</think>" + section(call("functions.read:0", '{"path":"a"}')) + END)
+    script = "first</think>" + section(call("functions.read:0", '{"path":"a"}')) + END
+    engine.tokens = ids(script)
     include: Any = ["reasoning.encrypted_content"]
     history: list[Any] = [{"role": "user", "content": "go"}]
     first = client.responses.create(model=MODEL.name, input=history, tools=[READ], include=include)  # type: ignore[list-item]
@@ -113,11 +136,14 @@ def test_t8_a_tool_loop_keeps_native_ids(engine: ScriptedEngine, client: openai.
     rendered = prompt(engine)
     assert "<think>first</think><|tool_calls_section_begin|><|tool_call_begin|>functions.read:0" in rendered
     assert "## Return of functions.read:0\ntext of a" in rendered
+    before, after = (request.prompt for request in engine.requests)
+    extended = (*before, *ids(script))
+    assert after[: len(extended)] == extended  # the prefix cache has all of it
     assert '"1" %if eq([0:7], 0)' in (engine.requests[-1].constraint.grammar or "")  # type: ignore[union-attr]
 
 
 def test_custom_tools_carry_plain_text(engine: ScriptedEngine, client: openai.OpenAI) -> None:
-    tool: Any = {"type": "custom", "name": "apply_patch", "description": "Patch files"}
+    tool: Any = PATCH
     patch = "*** Begin Patch\n+é"
     engine.tokens = ids("</think>" + section(call("functions.apply_patch:0", json.dumps({"input": patch}))) + END)
     events = list(client.responses.create(model=MODEL.name, input="go", tools=[tool], stream=True))
@@ -132,6 +158,39 @@ def test_custom_tools_carry_plain_text(engine: ScriptedEngine, client: openai.Op
     ]
     client.responses.create(model=MODEL.name, input=given, tools=[tool])
     assert "## Return of functions.apply_patch:0\ndone" in prompt(engine)
+    assert "// Patch files\n\n// The input follows this lark grammar:\n// start: patch" in prompt(engine)
+
+
+def test_tools_in_a_namespace(engine: ScriptedEngine, client: openai.OpenAI) -> None:
+    """As Codex declares those that manage agents, and those of MCP servers."""
+    agents: Any = {"type": "namespace", "name": "agents", "description": "Sub-agents", "tools": [READ, PATCH]}
+    calls = call("functions.agents__read:0", "{}"), call("functions.agents__apply_patch:1", '{"input": "p"}')
+    engine.tokens = ids("</think>" + section(*calls) + END)
+    first = client.responses.create(model=MODEL.name, input="go", tools=[READ, agents])
+    found = [(item.type, item.name, item.namespace) for item in first.output]  # type: ignore[union-attr]
+    assert found == [("function_call", "read", "agents"), ("custom_tool_call", "apply_patch", "agents")]
+    given: Any = [{"role": "user", "content": "go"}, *(item.model_dump(exclude_none=True) for item in first.output)]
+    given += [{"type": "function_call_output", "call_id": "functions.agents__read:0", "output": "text"}]
+    choice: Any = {"type": "function", "name": "read", "namespace": "agents"}
+    client.responses.create(model=MODEL.name, input=given, tools=[READ, agents], tool_choice=choice)
+    assert "<|tool_call_begin|>functions.agents__read:0<|tool_call_argument_begin|>" in prompt(engine)
+    assert "## Return of functions.agents__read:0\ntext" in prompt(engine)
+    grammar = engine.requests[-1].constraint.grammar or ""  # type: ignore[union-attr]
+    assert '"functions.agents__read:"' in grammar and '"functions.read:"' not in grammar
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "thinks"),
+    [
+        ({}, True),
+        ({"effort": None, "summary": "auto"}, True),
+        ({"effort": "low"}, True),
+        ({"effort": "minimal"}, False),
+    ],
+)
+def test_effort(engine: ScriptedEngine, live: Live, reasoning: dict[str, Any], thinks: bool) -> None:
+    assert live.post("/v1/responses", {"input": "go", "reasoning": reasoning}).status_code == 200
+    assert prompt(engine).endswith("<think>") is thinks
 
 
 def test_json_schema_and_effort(engine: ScriptedEngine, client: openai.OpenAI) -> None:
@@ -182,7 +241,14 @@ def test_hosted_tools_are_left_out_with_a_warning(engine, client, caplog) -> Non
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": 5}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "namespace"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [READ, READ]}]}, "tools"),
+        ({"tools": [4]}, "tools.0"),
         ({"tools": [{"type": "telepathy"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 4}]}, "tools[0]"),
