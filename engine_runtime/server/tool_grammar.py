@@ -3,9 +3,9 @@
 A grammar starts where the reasoning ends. `auto`: free text, but a section of calls, once begun, names declared tools
 and holds valid arguments. `required` or a name: a section and nothing else. `none`: no section. Arguments follow the
 tool's schema where the tool is strict or the call is forced, else they are any JSON object; a schema that cannot be
-compiled is an error where it is asked for. Blanks inside JSON are capped, since a model that may go on printing them
-forever sometimes does. Calls are numbered on from those of the prompt, as the history of the next turn will number
-them: so that prompt repeats the tokens of this answer, and finds them in the prefix cache.
+enforced whole is an error where the tool is strict. Blanks inside JSON are capped, since a model that may go on
+printing them forever sometimes does. Calls are numbered on from those of the prompt, as the history of the next turn
+will number them: so that prompt repeats the tokens of this answer, and finds them in the prefix cache.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def constraint_for(job: ChatJob, rendered: RenderedPrompt, tokenizer: Tokenizer)
         # the reasoning may not end in a way that leaves no room for the call
         return Constraint(LLMatcher.grammar_from_lark("start: section\n" + rules), after, banned_before=stops + markers)
     if wanted is not None:
+        format_grammar(wanted)  # its errors are the client's to know
         grammar = f"start: format | section\nformat: {_lark_format(wanted)}\n{rules}"
         return Constraint(LLMatcher.grammar_from_lark(grammar), after, banned_before=stops + markers)
     free = f"start: TEXT? (section TEXT?)?\nTEXT: {TEXT}\n"
@@ -95,7 +96,7 @@ def _section(job: ChatJob, number: int, tokenizer: Tokenizer, forced: bool) -> s
         return f"<[{tokenizer.special_id(name)}]>"
 
     begin, arguments, end = (marker(f"<|tool_call_{kind}|>") for kind in ("begin", "argument_begin", "end"))
-    names = [json.dumps(f"functions.{tool.name}:", ensure_ascii=False) for tool in tools]
+    names = [_lark_string(f"functions.{tool.name}:") for tool in tools]
     calls = [f"{begin} {name} number::_ {arguments} args_{i} {end}" for i, name in enumerate(names)]
     most = MAX_CALLS if job.parallel_tool_calls else 1
     # a rule's parameter (`::`) is how many calls came before: its lowest bits, `[0:7]`, hold up to MAX_CALLS
@@ -119,6 +120,7 @@ def _argument_schema(tool: Tool, forced: bool) -> dict[str, Any]:
     where = f"tools: {tool.name}.parameters"
     schema = check_schema(tool.parameters, where)
     schema.setdefault("type", "object")
+    schema["x-guidance"]["lenient"] = not tool.strict  # what the compiler does not know is then not enforced
     message = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
     if not message:
         return schema
@@ -153,12 +155,18 @@ def _lark_format(wanted: ResponseFormat) -> str:
             raise BadRequest("choice: expected a list of at least one text, none empty", "choice")
         if sum(map(len, value)) > MAX_GRAMMAR_CHARS:
             raise BadRequest(f"choice: expected at most {MAX_GRAMMAR_CHARS} characters in all", "choice")
-        return " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+        return " | ".join(map(_lark_string, value))
     if kind == "regex":
         if not isinstance(value, str) or not 0 < len(value) <= MAX_GRAMMAR_CHARS:
             raise BadRequest(f"regex: expected 1 to {MAX_GRAMMAR_CHARS} characters", "regex")
+        if re.search(r"(?<!\\)(\\\\)*\\$", value):
+            raise BadRequest("regex: the backslash at its end escapes nothing", "regex")
         return _regex_literal(value)
     return '""'  # "grammar" is a grammar of its own
+
+
+def _lark_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _regex_literal(pattern: str) -> str:

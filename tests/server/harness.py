@@ -202,7 +202,7 @@ def events_of(response: httpx.Response | str) -> list[Any]:
     return [json.loads(line) for line in data[:-1]]
 
 
-def server_events(text: str) -> list[tuple[str, Any]]:
-    """(name, data) of every event of a stream whose events have names."""
-    blocks = [block.split("\n") for block in text.split("\n\n") if block.startswith("event: ")]
-    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
+def named_events(response: httpx.Response) -> list[tuple[str, Any]]:
+    """(name, JSON) of each event of a stream whose events have names."""
+    events = (dict(line.split(": ", 1) for line in event.split("\n")) for event in response.text.split("\n\n") if event)
+    return [(event["event"], json.loads(event["data"])) for event in events if "data" in event]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from tests.server.harness import MODEL, Live, ScriptedEngine, server_events
+from tests.server.harness import MODEL, Live, ScriptedEngine, named_events
 from tests.server.vocabulary import call, ids, section, tokenizer
 
 END = "<|im_end|>"
@@ -39,8 +39,9 @@ def prompt(engine: ScriptedEngine) -> str:
 
 def test_text_and_usage(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
     engine.tokens, engine.cached = ids("Hello" + END), 5
-    more = {"top_k": 3}
-    answer = client.messages.create(model=MODEL.name, max_tokens=20, messages=GO, system="be brief", extra_body=more)
+    answer = client.messages.create(
+        model=MODEL.name, max_tokens=20, messages=GO, system="be brief", extra_body={"top_k": 3}
+    )
     assert [block.type for block in answer.content] == ["text"] and answer.content[0].text == "Hello"  # type: ignore[union-attr]
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
     assert answer.usage.cache_read_input_tokens == 5
@@ -73,15 +74,13 @@ def test_events_come_in_order(engine: ScriptedEngine, client: anthropic.Anthropi
     assert last.delta.stop_reason == "tool_use" and last.usage.output_tokens > 0
 
 
-def test_everything_has_the_clients_types(engine: ScriptedEngine, live) -> None:
+def test_everything_has_the_clients_types(engine: ScriptedEngine, live: Live) -> None:
     """The client itself does not check what it reads."""
     body = {"model": MODEL.name, "max_tokens": 99, "messages": GO, "tools": [READ], "thinking": THINK}
-    script = "why</think>I read" + section(call("functions.Read:0", '{"path": "a b"}')) + END
-    engine.tokens = ids(script)
-    anthropic.types.Message.model_validate(httpx.post(f"{live.url}/v1/messages", json=body).json())
-    events = server_events(httpx.post(f"{live.url}/v1/messages", json={**body, "stream": True}).text)
+    engine.tokens = ids("why</think>I read" + section(call("functions.Read:0", '{"path": "a b"}')) + END)
+    anthropic.types.Message.model_validate(live.post("/v1/messages", body).json())
     event_type: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
-    for name, data in events:
+    for name, data in named_events(live.post("/v1/messages", {**body, "stream": True})):
         assert name == data["type"]
         if name != "ping":
             event_type.validate_python(data)
@@ -134,7 +133,7 @@ def test_t16_the_prompt_of_a_tool_loop_extends_the_last_one(
 ) -> None:
     """Prompt and answer come back token for token, so that the prefix cache has them."""
     script = "why</think>I read" + section(call("functions.Read:0", '{"path": "a"}')) + END
-    engine.scripts = [script, "</think>done" + END]
+    engine.tokens = ids(script)
     first = client.messages.create(model=MODEL.name, max_tokens=99, messages=GO, tools=[READ], thinking=THINK)
     turn = [block.model_dump(exclude_none=True) for block in first.content]
     result = {"type": "tool_result", "tool_use_id": turn[-1]["id"], "content": "text"}

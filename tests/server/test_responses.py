@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.server.harness import MODEL, Live, ScriptedEngine, server_events
+from tests.server.harness import MODEL, Live, ScriptedEngine, named_events
 from tests.server.vocabulary import call, ids, section, tokenizer
 
 END = "<|im_end|>"
@@ -96,16 +96,14 @@ def test_a19_events_come_in_order(engine: ScriptedEngine, client: openai.OpenAI,
             assert event.item_id == final.output[event.output_index].id
 
 
-def test_everything_has_the_clients_types(engine: ScriptedEngine, live) -> None:
+def test_everything_has_the_clients_types(engine: ScriptedEngine, live: Live) -> None:
     """The client itself does not check what it reads."""
     body = {"model": MODEL.name, "input": "go", "tools": [READ, PATCH], "include": ["reasoning.encrypted_content"]}
     calls = call("functions.read:0", '{"path": "a b"}'), call("functions.apply_patch:1", '{"input": "p"}')
-    script = "why</think>I read" + section(*calls) + END
-    engine.tokens = ids(script)
-    Response.model_validate(httpx.post(f"{live.url}/v1/responses", json=body).json())
-    events = server_events(httpx.post(f"{live.url}/v1/responses", json={**body, "stream": True}).text)
+    engine.tokens = ids("why</think>I read" + section(*calls) + END)
+    Response.model_validate(live.post("/v1/responses", body).json())
     event_type: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    for name, data in events:
+    for name, data in named_events(live.post("/v1/responses", {**body, "stream": True})):
         assert name == data["type"]
         event_type.validate_python(data)
 
@@ -121,7 +119,7 @@ def test_the_stream_helper_of_the_client_accepts_it(engine: ScriptedEngine, clie
 def test_t8_a_tool_loop_keeps_native_ids(engine: ScriptedEngine, client: openai.OpenAI) -> None:
     """What was given comes back as input, reasoning included, and the next call counts on."""
     script = "first</think>" + section(call("functions.read:0", '{"path":"a"}')) + END
-    engine.scripts = [script, "</think>done" + END]
+    engine.tokens = ids(script)
     include: Any = ["reasoning.encrypted_content"]
     history: list[Any] = [{"role": "user", "content": "go"}]
     first = client.responses.create(model=MODEL.name, input=history, tools=[READ], include=include)  # type: ignore[list-item]
@@ -132,6 +130,7 @@ def test_t8_a_tool_loop_keeps_native_ids(engine: ScriptedEngine, client: openai.
         if item.type == "reasoning":
             value["content"] = []  # as Codex does: it returns what is encrypted only
         history.append(value)
+    engine.tokens = ids("</think>done" + END)
     history.append({"type": "function_call_output", "call_id": made.call_id, "output": "text of a"})
     client.responses.create(model=MODEL.name, input=history, tools=[READ])  # type: ignore[list-item]
     rendered = prompt(engine)
@@ -166,7 +165,7 @@ def test_tools_in_a_namespace(engine: ScriptedEngine, client: openai.OpenAI) -> 
     """As Codex declares those that manage agents, and those of MCP servers."""
     agents: Any = {"type": "namespace", "name": "agents", "description": "Sub-agents", "tools": [READ, PATCH]}
     calls = call("functions.agents__read:0", "{}"), call("functions.agents__apply_patch:1", '{"input": "p"}')
-    engine.scripts = ["</think>" + section(*calls) + END, "</think>ok" + END]
+    engine.tokens = ids("</think>" + section(*calls) + END)
     first = client.responses.create(model=MODEL.name, input="go", tools=[READ, agents])
     found = [(item.type, item.name, item.namespace) for item in first.output]  # type: ignore[union-attr]
     assert found == [("function_call", "read", "agents"), ("custom_tool_call", "apply_patch", "agents")]
@@ -190,9 +189,7 @@ def test_tools_in_a_namespace(engine: ScriptedEngine, client: openai.OpenAI) -> 
     ],
 )
 def test_effort(engine: ScriptedEngine, live: Live, reasoning: dict[str, Any], thinks: bool) -> None:
-    engine.tokens = ids("</think>ok" + END)
-    body = {"model": MODEL.name, "input": "go", "reasoning": reasoning, "stop": "STOP"}
-    assert httpx.post(f"{live.url}/v1/responses", json=body).status_code == 200
+    assert live.post("/v1/responses", {"input": "go", "reasoning": reasoning}).status_code == 200
     assert prompt(engine).endswith("<think>") is thinks
 
 

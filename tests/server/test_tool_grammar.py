@@ -163,6 +163,8 @@ def test_response_formats() -> None:
     cases: list[tuple[ResponseFormat, list[str], list[str]]] = [
         (ResponseFormat("json_object"), ['{"a": 1}', "{}"], ["[]", "x", "", "{"]),
         (ResponseFormat("json_schema", schema), ['{"n": 4}', '{\n  "n": 4\n}'], ['{"n": "4"}', "{}"]),
+        (ResponseFormat("regex", "x\\\\\\\\"), ["x\\\\"], ["x\\"]),
+        (ResponseFormat("choice", ["a\x01\x7f\u2028\n\t\\'/🙂", "é"]), ["a\x01\x7f\u2028\n\t\\'/🙂", "é"], ["a", "e"]),
         (ResponseFormat("regex", r"a/b\/[0-9]+\n?"), ["a/b/12", "a/b/1\n"], ["a/b/", "ab12"]),
         (ResponseFormat("choice", ["yes", 'say "no"']), ["yes", 'say "no"'], ["maybe", "ye"]),
         (ResponseFormat("grammar", 'start: "a"+ B\nB: /b/'), ["aab"], ["b", "a"]),
@@ -234,7 +236,9 @@ def test_schemas_of_many_kinds(schema: dict[str, Any], good: str, bad: str) -> N
         ({"response_format": ResponseFormat("json_schema", 5)}, "expected a JSON schema"),
         ({"response_format": ResponseFormat("regex", "foo**[")}, "regex"),
         ({"response_format": ResponseFormat("regex", "")}, "regex"),
+        ({"response_format": ResponseFormat("regex", "a\\\\\\")}, "backslash"),
         ({"response_format": ResponseFormat("choice", [])}, "choice"),
+        ({"tools": (READ,), "response_format": ResponseFormat("json_schema", {"not": {}})}, "json_schema"),
         ({"response_format": ResponseFormat("grammar", "start: nowhere")}, "grammar"),
         ({"tools": (Tool("f", "", {"$ref": "http://x/y"}, strict=True),)}, r"f\.parameters"),
     ],
@@ -249,6 +253,15 @@ def test_a_loose_tool_with_a_broken_schema_still_takes_an_object() -> None:
     broken = Tool("f", "", {"$ref": "http://example.invalid/s.json"})
     for choice in ("auto", "required"):
         assert accepts(constrain(tools=(broken,), tool_choice=choice), section(call("functions.f:3", '{"a": 1}')))
+
+
+def test_a_loose_tool_is_held_to_what_of_its_schema_can_be() -> None:
+    schema = {**SCHEMA, "properties": {"path": {"type": "string"}, "line": {"type": "integer", "not": {"const": 3}}}}
+    loose = constrain(tools=(Tool("f", "", schema),), tool_choice="required")
+    assert accepts(loose, section(call("functions.f:3", '{"path": "a", "line": 3}')))
+    assert not accepts(loose, section(call("functions.f:3", '{"line": 3}')))
+    with pytest.raises(BadRequest, match=r"f\.parameters.*not"):
+        constrain(tools=(Tool("f", "", schema, strict=True),))
 
 
 def _deep(levels: int) -> dict[str, Any]:
