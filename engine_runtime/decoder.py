@@ -10,21 +10,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engine_runtime.batch import Batch
 from engine_runtime.budget import CostTable, TreeBudget, TreeResult
+from engine_runtime.constraints import make_rules
 from engine_runtime.executor import Executor
-from engine_runtime.generation import GenerationRequest, Output
+from engine_runtime.generation import GenerationRequest, Output, TokenLogprobs
+from engine_runtime.grammar import Grammars
+from engine_runtime.guard import Guard
+from engine_runtime.logprobs import token_logprobs
 from engine_runtime.passes import Passes
+from engine_runtime.penalties import check_bias
 from engine_runtime.prefix_cache import PrefixMatch
 from engine_runtime.request import Request, check_prompt, stop_ids
 from engine_runtime.stats import DecodeStats, EngineStatus, TimeSplit
-from plugins.core.state import FINISH_LENGTH, FINISH_NAN, FINISH_STOP, Limits
+from engine_runtime.trace import read_trace
+from plugins.core.state import (
+    FINISH_DEAD_END,
+    FINISH_LENGTH,
+    FINISH_NAN,
+    FINISH_NONE,
+    FINISH_STOP,
+    SAMPLED_NAN,
+    Limits,
+)
 
-FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_NAN: "error"}
+FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_NAN: "error", FINISH_DEAD_END: "error"}
 NAN_ERROR = "the model's logits were not numbers (NaN)"
 
 
@@ -38,13 +52,15 @@ class Event:
 
 class Decoder:
     """Runs requests on one executor. `costs` switches `Speculation(budget=None)` to the measured cost rule;
-    `calibrate` keeps per-depth calibration in fixed-budget mode too. `clock`: seconds, for timings only."""
+    `calibrate` keeps per-depth calibration in fixed-budget mode too. `grammars`: of the model's tokenizer, for requests
+    with a grammar. `clock`: seconds, for timings only."""
 
     def __init__(
         self,
         executor: Executor,
         costs: CostTable | None = None,
         calibrate: bool = False,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         plan = executor.plan
@@ -56,6 +72,8 @@ class Decoder:
         self._clock = clock
         self._passes = Passes(executor, self.limits)
         self._batch = Batch(self.limits, self._passes, clock)
+        self._grammars = grammars
+        self._guard = Guard(executor, self.limits)
         self._next_id = 0
         self.prefilled = 0  # prompt tokens of the last step
         self.stats = DecodeStats(self.limits.draft_depth)
@@ -76,13 +94,17 @@ class Decoder:
         """Queue a request and return its id (0, 1, 2, ..).
 
         Raises ValueError, scheduling nothing, for a prompt that is empty, too long, or has an id out of
-        range, and for a request that the KV pool could never hold.
+        range, for a bias or a constraint that is wrong, and for a request that the KV pool could never hold.
         """
-        prompt = check_prompt(given.prompt, self.limits, self.model["vocab_size"])
+        vocab_size = self.model["vocab_size"]
+        prompt = check_prompt(given.prompt, self.limits, vocab_size)
+        check_bias(given.params, vocab_size)
+        ends = stop_ids(given, self.model)
+        rules = make_rules(given, ends, vocab_size, self._grammars)
         room = self.limits.max_context - len(prompt)
         most = room if given.params.max_tokens is None else min(given.params.max_tokens, room)
         budget = TreeBudget(self.limits, given.speculation, self._costs, self._calibrate)
-        request = Request(self._next_id, given, prompt, stop_ids(given, self.model), most, budget)
+        request = Request(self._next_id, given, prompt, ends, most, budget, rules=rules)
         self._batch.enqueue(request)
         self._next_id += 1
         return request.id
@@ -143,16 +165,16 @@ class Decoder:
             events += self._decode(decoding)
         return events
 
-    def _end(self, request: Request, tokens: tuple[int, ...], finish: str) -> Event:
-        """The last event of `request`, which gives up its slot and pages."""
-        failed = finish == "error"
-        self._batch.release(request, keep=not failed)  # KV that led to NaN must not be found again
-        return self._news(request, tokens, finish, NAN_ERROR if failed else None)
+    def _end(self, request: Request, news: Output, reason: int) -> Event:
+        """`news` as the last event of `request`, which gives up its slot and pages; `reason`: FINISH_*."""
+        self._batch.release(request, keep=reason != FINISH_NAN)  # KV that led to NaN must not be found again
+        error = {FINISH_NAN: NAN_ERROR, FINISH_DEAD_END: request.dead_end}.get(reason)
+        return self._event(request, replace(news, finish=FINISH_REASONS[reason], error=error))
 
     @staticmethod
-    def _news(request: Request, tokens: tuple[int, ...], finish: str | None = None, error: str | None = None) -> Event:
-        output = Output(tokens, finish=finish, error=error, usage=request.usage(), timing=request.timing())
-        return Event(request.id, output)
+    def _event(request: Request, news: Output) -> Event:
+        """`news` with the counts and times of `request` so far."""
+        return Event(request.id, replace(news, usage=request.usage(), timing=request.timing()))
 
     @contextmanager
     def _measure(self, part: str, requests: Sequence[Request]) -> Iterator[None]:
@@ -169,33 +191,73 @@ class Decoder:
     def _prefill(self, request: Request, most: int | None) -> list[Event]:
         if request.cached is None:
             self._batch.look_up(request)
+        if request.scoring:
+            return self._score(request, most)
         start = request.context
         chunk = request.sequence()[start : request.goal][: self.prefill_buckets[-1]][:most]
         kv_slots = self._batch.pages.slots(request.slot, np.arange(start, start + len(chunk)))
+        if start + len(chunk) == request.goal:
+            self._guard.before_prefill(request)
         with self._measure("prefill", [request]):
             self._passes.prefill(request.slot, chunk, start, kv_slots)
-            if self.limits.draft_depth:  # whether it drafts or not: those that find its pages may
-                self._passes.append_prefill(len(chunk), start, kv_slots)
-        self.prefilled = len(chunk)
-        request.context += len(chunk)
+            self._prefilled(request, len(chunk), kv_slots)
         return [self._first_token(request)] if request.ready else []
+
+    def _prefilled(self, request: Request, count: int, kv_slots: np.ndarray) -> None:
+        """The target has seen `count` more tokens of `request`; the drafter's context of them."""
+        if self.limits.draft_depth:  # whether it drafts or not: those that find its pages may
+            self._passes.append_prefill(count, request.context, kv_slots)
+        self.prefilled = count
+        request.context += count
+
+    def _score(self, request: Request, most: int | None) -> list[Event]:
+        """Score the next chunk of a prompt: the logits after a token say how probable the next one was. What comes
+        after the last token is left to the prefill."""
+        start = request.context
+        chunk = request.prompt[start:-1][: self._passes.score_rows][:most]
+        request.scores = request.scores[: start + 1] or [None]
+        if len(chunk):
+            kv_slots = self._batch.pages.slots(request.slot, np.arange(start, start + len(chunk)))
+            with self._measure("prefill", [request]):
+                logits = self._passes.score(request.slot, chunk, start, kv_slots)
+                if not np.isfinite(logits.max()):
+                    return [self._end(request, Output(), FINISH_NAN)]
+                following = request.prompt[start + 1 : start + 1 + len(chunk)].tolist()
+                request.scores += token_logprobs(logits, following, request.given.prompt_logprobs or 0)
+                self._prefilled(request, len(chunk), kv_slots)
+        if request.most or len(request.scores) < len(request.prompt):
+            return []
+        self.stats.prompt_tokens += len(request.prompt)
+        return [self._end(request, Output(prompt_logprobs=tuple(request.scores)), FINISH_LENGTH)]
 
     def _first_token(self, request: Request) -> Event:
         """What the last prefill chunk has drawn."""
         token = int(self._executor.read("sampled")[0])
+        scores = None
         if not request.generated:  # else it was preempted, and goes on
             self.stats.prompt_tokens += len(request.prompt)
+            scores = tuple(request.scores) or None
         if token < 0:
-            return self._end(request, (), "error")
+            reason = FINISH_NAN if token == SAMPLED_NAN else FINISH_DEAD_END
+            return self._end(request, Output(prompt_logprobs=scores), reason)
         self._batch.pages.share(request.slot, request.sequence())
-        request.generated.append(token)
+        request.extend([token])
         self.stats.generated_tokens += 1
+        news = Output((token,), self._logprobs(request, [0], [token]), scores)
         if token in request.stop_ids:
-            return self._end(request, (token,), "stop")
+            return self._end(request, news, FINISH_STOP)
         if len(request.generated) == request.most:
-            return self._end(request, (token,), "length")
+            return self._end(request, news, FINISH_LENGTH)
         self._passes.activate(request.slot, token)
-        return self._news(request, (token,))
+        return self._event(request, news)
+
+    def _logprobs(
+        self, request: Request, rows: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[TokenLogprobs, ...] | None:
+        """Of `tokens`, which were drawn after `rows` of the last pass, where `request` asks for them."""
+        if request.given.logprobs is None:
+            return None
+        return token_logprobs(self._executor.read("logits")[list(rows)], tokens, request.given.logprobs)
 
     # ---- decode ----
 
@@ -203,6 +265,7 @@ class Decoder:
         drafting = self._spread_budget(decoding)
         with self._measure("draft", drafting or decoding):
             rows = self._passes.draft([request.slot for request in drafting])
+            rows = self._guard.before_verify(decoding, rows)
         with self._measure("verify", decoding):
             self._passes.verify(rows)
         return self._collect(decoding, {request.id for request in drafting})
@@ -233,13 +296,19 @@ class Decoder:
         """Read what `ddtree_accept` reports, feed the drafter's context, end what has ended."""
         counts = self._executor.read("num_emitted").tolist()
         emitted = self._executor.read("emitted").tolist()
-        reasons = [FINISH_REASONS.get(code) for code in self._executor.read("finish").tolist()]
+        reasons = self._executor.read("finish").tolist()
+        news: dict[int, Output] = {}
         for request in decoding:
             count = counts[request.slot]
-            if count == 0 and reasons[request.slot] is None:
+            goes_on = reasons[request.slot] == FINISH_NONE
+            if count == 0 and goes_on:
                 raise RuntimeError(f"request {request.id}: a decode pass gave no token and no reason to end")
-            request.generated += emitted[request.slot][:count]
-            self._count(request, request.id in drafted, reasons[request.slot] is None)
+            tokens = emitted[request.slot][:count]
+            request.extend(tokens)
+            self._count(request, request.id in drafted, goes_on)
+            rows = self._executor.read("path_rows")[request.slot, :count].tolist()
+            trace = read_trace(self._executor, request.slot) if request.given.trace else None
+            news[request.id] = Output(tuple(tokens), self._logprobs(request, rows, tokens), trace=trace)
         # before anything else runs: the next pass overwrites the rows that this one tapped
         wanting = [request for request in decoding if request.drafts]
         if wanting:
@@ -252,11 +321,11 @@ class Decoder:
             request.context += count
         events = []
         for request in decoding:
-            tokens, reason = tuple(emitted[request.slot][: counts[request.slot]]), reasons[request.slot]
-            if reason is None:
-                events.append(self._news(request, tokens))
+            reason = reasons[request.slot]
+            if reason == FINISH_NONE:
+                events.append(self._event(request, news[request.id]))
             else:
-                events.append(self._end(request, tokens, reason))
+                events.append(self._end(request, news[request.id], reason))
         return events
 
     def _count(self, request: Request, drafted: bool, goes_on: bool) -> None:

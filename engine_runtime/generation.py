@@ -42,6 +42,15 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     trace: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for counts of logprobs out of range, and for nothing to do."""
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not 0 <= value <= MAX_LOGPROBS):
+                raise ValueError(f"{name}: expected an integer from 0 to {MAX_LOGPROBS}, found {str(value)[:80]}")
+        if self.params.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: expected at least 1 unless prompt_logprobs are asked for, found 0")
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

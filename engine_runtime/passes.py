@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine_runtime.executor import Executor
+from engine_runtime.penalties import penalty_values
 from engine_runtime.request import Request
+from engine_runtime.tree_rows import visibility
 from plugins.core.state import FINISH_NONE, MAX_STOP_IDS, Limits
 
 PHASES = ("prefill", "append", "root", "draft", "verify")
@@ -22,6 +24,7 @@ class Passes:
     def __init__(self, executor: Executor, limits: Limits) -> None:
         self._executor = executor
         self._limits = limits
+        self._vocab_size = executor.plan.buffers["token_counts"].shape[1]
         self.buckets = {name: executor.plan.buckets(name) for name in PHASES}
         self._check_buckets()
         for name in ("active", "request_rows", "context_len", "block_table"):
@@ -67,6 +70,7 @@ class Passes:
             "calibration": request.budget.factors,
             "draft_start": draft_start,
             "finish": FINISH_NONE,
+            **penalty_values(params, request.prompt, request.generated, self._vocab_size),
         }
         for name, value in values.items():
             self._executor.write(name, value, request.slot)
@@ -89,21 +93,47 @@ class Passes:
         """Prefill the `tokens` of request slot `slot` at positions from `start` on; `kv_slots` are their KV slots."""
         executor, count = self._executor, len(tokens)
         bucket = self._bucket("prefill", count)
-        positions = np.arange(start, start + count, dtype=np.int32)
+        self._write_chain(slot, bucket, tokens, start, kv_slots)
+        executor.write("last_row", count - 1)
+        executor.write("last_position", start + count - 1)
+        executor.write("last_request", slot)
+        executor.run(f"prefill[{bucket}]")
+        executor.write("request_rows", 0)
+        executor.write("context_len", start + count, slot)
+
+    @property
+    def score_rows(self) -> int:
+        """Most tokens of a call of `score`: their context must fit the drafter's pass too."""
+        return min(self._limits.max_rows, self.buckets["prefill"][-1])
+
+    def score(self, slot: int, tokens: np.ndarray, start: int, kv_slots: np.ndarray) -> np.ndarray:
+        """As `prefill`, but gives the logits float32 [tokens, V] after every token: the tokens are verified as a chain
+        of which nothing may be emitted, so the state of the request stays as it is."""
+        executor, count = self._executor, len(tokens)
+        bucket = self._bucket("verify", count)
+        self._write_chain(slot, bucket, tokens, start, kv_slots)
+        rows = np.arange(count)
+        executor.write("mask", visibility(rows - 1, rows, self._limits))
+        executor.write("num_rows", count)
+        remaining = int(executor.read("remaining")[slot])
+        executor.write("remaining", 0, slot)
+        executor.run(f"verify[{bucket}]")
+        executor.write("remaining", remaining, slot)
+        executor.write("request_rows", 0)
+        executor.write("context_len", start + count, slot)
+        return executor.read("logits")[:count]
+
+    def _write_chain(self, slot: int, bucket: int, tokens: np.ndarray, start: int, kv_slots: np.ndarray) -> None:
+        """The rows of a pass that has only `tokens`, each the child of the one before it."""
+        executor, count = self._executor, len(tokens)
         self._write_rows("tokens", bucket, tokens, 0)
-        self._write_rows("positions", bucket, positions, 0)
+        self._write_rows("positions", bucket, np.arange(start, start + count, dtype=np.int32), 0)
         self._write_rows("row_request", bucket, np.full(count, slot, np.int32), -1)
         self._write_rows("row_slot", bucket, kv_slots, 0)
         self._write_rows("row_parent", bucket, np.arange(-1, count - 1, dtype=np.int32), -1)
         executor.write("first_row", 0)
         executor.write("request_rows", 0)
         executor.write("request_rows", count, slot)
-        executor.write("last_row", count - 1)
-        executor.write("last_position", int(positions[-1]))
-        executor.write("last_request", slot)
-        executor.run(f"prefill[{bucket}]")
-        executor.write("request_rows", 0)
-        executor.write("context_len", start + count, slot)
 
     def append_prefill(self, count: int, start: int, kv_slots: np.ndarray) -> None:
         """The drafter's context of the chunk that was prefilled last."""

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from engine_runtime.budget import TreeBudget
-from engine_runtime.generation import GenerationRequest, RequestTiming, RequestUsage
+from engine_runtime.constraints import Rules
+from engine_runtime.generation import GenerationRequest, RequestTiming, RequestUsage, TokenLogprobs
 from engine_runtime.stats import TimeSplit
 from plugins.core.state import MAX_STOP_IDS, Limits
 
@@ -20,7 +21,9 @@ class Request:
 
     most: tokens that it may generate. generated: those it has. slot: request slot, -1 while it waits. context: tokens
     whose KV is written, a mirror of `context_len`. goal: tokens to prefill before it decodes. cached: those of its
-    prompt that the prefix cache had, None until its prefill starts. waited, seconds: its timing so far.
+    prompt that the prefix cache had, None until its prefill starts. rules: what may follow, None: everything. scores:
+    log-probabilities of its prompt so far, if wanted. dead_end: what to say where nothing may follow. waited, seconds:
+    its timing so far.
     """
 
     id: int
@@ -38,6 +41,9 @@ class Request:
     passes: int = 0
     rows: int = 0
     accepted: int = 0
+    rules: Rules | None = None
+    scores: list[TokenLogprobs | None] = field(default_factory=list)
+    dead_end: str = "the constraints of the request leave no token that could follow"
     waited: float = 0.0
     seconds: TimeSplit = field(default_factory=TimeSplit)
 
@@ -55,6 +61,18 @@ class Request:
     def reuses_kv(self) -> bool:
         """Whether cached KV will do for its prompt; not where the prompt's own logits are wanted."""
         return self.given.prompt_logprobs is None
+
+    @property
+    def scoring(self) -> bool:
+        """Whether the next thing to compute are log-probabilities of its prompt."""
+        wanted = self.given.prompt_logprobs is not None
+        return wanted and (self.most == 0 or len(self.scores) < len(self.prompt))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """`tokens` were generated."""
+        self.generated += tokens
+        if self.rules is not None:
+            self.rules.accept(tokens)
 
     @property
     def length(self) -> int:

@@ -15,11 +15,13 @@ from engine_runtime.budget import CostTable
 from engine_runtime.decoder import Decoder, Event
 from engine_runtime.engine import EngineError, load_engine
 from engine_runtime.generation import GenerationRequest, Output
+from engine_runtime.grammar import Grammars
 from engine_runtime.prefix_cache import PrefixMatch
 from engine_runtime.ranks import DEFAULT_TIMEOUT, RankGroup
 from engine_runtime.scheduler import PrefillScheduler
 from engine_runtime.stats import DecodeStats, EngineStatus, TimeSplit
 from engine_runtime.step_costs import measure_costs
+from engine_runtime.tokenizer import Tokenizer
 from plugins.core.engine_file import Manifest, read_manifest
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ class RankRuntime:
         engine = load_engine(options.path, rank, arch="cpu", verify=options.verify, progress=progress)  # type: ignore[arg-type]
         weights = None if engine.manifest.weights == "splat" else engine.weights
         self.executor: CpuExecutor = CpuExecutor(engine.plan, weights, comm)
-        self.decoder = Decoder(self.executor, options.costs, options.calibrate)
+        grammars = Grammars(lambda: Tokenizer.load(options.path))
+        self.decoder = Decoder(self.executor, options.costs, options.calibrate, grammars)
         self.plugin_seconds = self.executor.collect_profile() if options.profile else None
 
     def submit(self, request: GenerationRequest) -> int:

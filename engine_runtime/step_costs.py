@@ -95,6 +95,8 @@ def _fill(executor: Executor, limits: Limits, rows: int, context: int) -> None:
         "top_k": 0,
         "top_p": 1.0,
         "min_p": 0.0,
+        "penalized": 0,
+        "row_masked": 0,
         "stop_ids": -1,
         "tree_budget": limits.draft_depth,
         "tree_cost": 0.0,

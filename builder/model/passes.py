@@ -13,6 +13,7 @@ from builder.model.ops import call
 from builder.model.state import State
 from builder.model.target import Target
 from plugins.core.state import Limits
+from plugins.sample.plugin import PER_REQUEST
 
 # Above this many query tokens a chunk is cheaper with keys and values expanded per head than absorbed into latents
 # (kernel arithmetic: 576 + 512 against 192 + 128 multiply-adds a score, plus expanding the history once).
@@ -41,7 +42,7 @@ class Prefill(Pass):
         hidden, taps = self.target(self.state, self.form, masked=False)
         last = call("gather_rows", *self.state.get("last_row"), hidden)
         logits = call("all_gather", self.target.vocabulary.rank_logits(last), tp_world=1)
-        sampled = _sample(logits, self.state, "last_position", "last_request")
+        sampled = _sample(logits, self.state, self.state.get("last_position", "last_request"), [])
         return logits, sampled, *taps
 
 
@@ -50,7 +51,7 @@ class Verify(Pass):
 
     def __init__(self, target: Target, buffers: dict, limits: Limits, rows: int):
         super().__init__()
-        names = ("tokens", "positions", "row_request", "row_parent", "row_slot", "mask")
+        names = ("tokens", "positions", "row_request", "row_parent", "row_slot", "mask", "row_masked", "vocab_mask")
         self.state = State(buffers, limits, dict.fromkeys(names, rows))
         self.target = target
         self.outputs = ("logits", "sampled", *(f"taps.{i}" for i in range(len(target.tap_layers))))
@@ -59,13 +60,15 @@ class Verify(Pass):
         state = self.state
         hidden, taps = self.target(state, "absorbed", masked=True)
         logits = call("all_gather", self.target.vocabulary.rank_logits(hidden), tp_world=1)
-        sampled = _sample(logits, state, "positions", "row_request")
+        rows, ancestors = state.get("positions", "row_request"), state.get("tokens", "row_parent")
+        sampled = _sample(logits, state, rows, ancestors)
         call(
             "ddtree_accept",
             sampled,
             *state.get("tokens", "row_parent", "positions", "row_slot", "first_row", "request_rows", "stop_ids"),
-            *state.get("context_len", "anchor", "remaining", "emitted", "num_emitted", "path_rows", "finish"),
-            *state.get("append_rows", "append_positions", "append_slots"),
+            *state.get("penalized", "context_len", "anchor", "remaining"),
+            *state.get("emitted", "num_emitted", "path_rows", "finish"),
+            *state.get("append_rows", "append_positions", "append_slots", "token_counts"),
             path_length=state.limits.path_length,
         )
         call("kv_compact", *state.get("path_rows", "num_emitted", "first_row", "row_slot", "kv_pool"))
@@ -125,11 +128,17 @@ class DraftPass(Pass):
         return ()
 
 
-def _sample(logits: torch.Tensor, state: State, positions: str, requests: str) -> torch.Tensor:
+def _sample(
+    logits: torch.Tensor, state: State, rows: list[torch.Tensor], ancestors: list[torch.Tensor]
+) -> torch.Tensor:
+    """rows: position and request of each row. ancestors: token and parent of each row, empty where what it follows is
+    committed already."""
     return call(
         "sample",
-        *(logits, *state.get(positions, requests)),
-        *state.get("temperature", "top_k", "top_p", "min_p", "seed"),
+        *(logits, *rows),
+        *state.get(*PER_REQUEST),
+        *state.get("token_counts", "logit_bias", "row_masked", "vocab_mask"),
+        *ancestors,
     )
 
 

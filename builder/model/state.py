@@ -10,7 +10,7 @@ from torch import nn
 from builder.config import DraftConfig, ModelConfig, RopeConfig
 from builder.model.ops import empty
 from plugins.core.spec import TensorSpec
-from plugins.core.state import Limits, request_buffers, result_buffers, row_buffers
+from plugins.core.state import Limits, request_buffers, result_buffers, row_buffers, vocabulary_buffers
 
 # Buffers whose second copy per rank holds only that rank's heads: name -> axis that is divided by tp.
 SHARDED_BUFFERS = {"draft_kv": 3}
@@ -38,7 +38,12 @@ def engine_buffers(
 ) -> dict[str, TensorSpec]:
     """Every persistent buffer of one rank. KV latents are replicated on every rank, draft KV heads are split."""
     latent = config.kv_lora_rank + config.qk_rope_head_dim
-    buffers = {**row_buffers(limits), **request_buffers(limits), **result_buffers(limits, config.vocab_size)}
+    buffers = {
+        **row_buffers(limits),
+        **request_buffers(limits),
+        **vocabulary_buffers(limits, config.vocab_size),
+        **result_buffers(limits, config.vocab_size),
+    }
     buffers["kv_pool"] = TensorSpec((config.num_hidden_layers, limits.kv_slots, latent), kv_dtype)
     if draft is not None:
         heads = draft.num_key_value_heads // tp

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from plugins.core.spec import TensorSpec
 
 MAX_STOP_IDS = 8
-FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_NAN = 0, 1, 2, 3
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_NAN, FINISH_DEAD_END = 0, 1, 2, 3, 4
+# in place of a sampled token: the logits are no distribution; the row's mask leaves nothing that could be drawn
+SAMPLED_NAN, SAMPLED_DEAD_END = -1, -2
+PROMPT_TOKEN = 1 << 30  # bit of a token count: the token is in the prompt
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,10 @@ def request_buffers(limits: Limits) -> dict[str, TensorSpec]:
         "min_p": TensorSpec((requests,), "float32"),  # 0: off
         "top_k": TensorSpec((requests,), "int32"),  # 0: off
         "seed": TensorSpec((requests,), "int64"),
+        "penalized": TensorSpec((requests,), "int32"),  # 1: the next three, token_counts and logit_bias are in force
+        "presence_penalty": TensorSpec((requests,), "float32"),  # 0: off
+        "frequency_penalty": TensorSpec((requests,), "float32"),  # 0: off
+        "repetition_penalty": TensorSpec((requests,), "float32"),  # 1: off
         "stop_ids": TensorSpec((requests, MAX_STOP_IDS), "int32"),  # -1: unused
         "tree_budget": TensorSpec((requests,), "int32"),  # most nodes beside the root
         "tree_cost": TensorSpec((requests, nodes), "float32"),  # all zero: no cost rule, use the whole budget
@@ -102,13 +109,25 @@ def request_buffers(limits: Limits) -> dict[str, TensorSpec]:
     }
 
 
+def vocabulary_buffers(limits: Limits, vocab_size: int) -> dict[str, TensorSpec]:
+    """What draws have to respect, token by token. Only read where `penalized` or `row_masked` says so."""
+    requests, rows, words = limits.max_requests, limits.max_rows, -(-vocab_size // 32)
+    return {
+        # how often each token was generated, without the anchor; PROMPT_TOKEN; advanced by `ddtree_accept`
+        "token_counts": TensorSpec((requests, vocab_size), "int32"),
+        "logit_bias": TensorSpec((requests, vocab_size), "float32"),
+        "row_masked": TensorSpec((rows,), "int32"),  # 1: only tokens of vocab_mask may follow the row
+        "vocab_mask": TensorSpec((rows, words), "uint32"),  # bit t % 32 of word t // 32: token t is allowed
+    }
+
+
 def result_buffers(limits: Limits, vocab_size: int) -> dict[str, TensorSpec]:
     """What a pass reports; read by the host (from a pinned ring on CUDA) and by the next draft."""
     requests, path = limits.max_requests, limits.path_length
     appended = max(requests * path, limits.prefill_chunk)
     return {
         "logits": TensorSpec((limits.max_rows, vocab_size), "float32"),
-        "sampled": TensorSpec((limits.max_rows,), "int32"),  # the target's token after each row, -1 if NaN
+        "sampled": TensorSpec((limits.max_rows,), "int32"),  # the target's token after each row, or SAMPLED_*
         "emitted": TensorSpec((requests, path), "int32"),
         "num_emitted": TensorSpec((requests,), "int32"),  # = committed rows of the path, root included
         "path_rows": TensorSpec((requests, path), "int32"),  # -1 beyond num_emitted

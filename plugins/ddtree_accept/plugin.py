@@ -19,6 +19,7 @@ MUTATED = (
     "append_rows",
     "append_positions",
     "append_slots",
+    "token_counts",
 )
 
 
@@ -26,7 +27,8 @@ class DdtreeAccept(Plugin):
     """sampled int32 [T], the tree's row buffers int32 [at least T] and the requests' state, advanced in
     place.
 
-    emitted and path_rows are [R, path_length], stop_ids [R, ids], append_* at least R * path_length long.
+    emitted and path_rows are [R, path_length], stop_ids [R, ids], append_* at least R * path_length long,
+    token_counts [R, V].
     """
 
     def infer(self, attrs: Attrs, inputs: Sequence[TensorSpec | None]) -> list[TensorSpec]:
@@ -44,11 +46,13 @@ class DdtreeAccept(Plugin):
             "remaining",
             "num_emitted",
             "finish",
+            "penalized",
         ):
             operands.take(name, ("R",), "int32")
         operands.take("stop_ids", ("R", "ids"), "int32")
         operands.take("emitted", ("R", path), "int32")
         operands.take("path_rows", ("R", path), "int32")
+        operands.take("token_counts", ("R", "V"), "int32")
         entries = operands["R"] * path
         for name in ("append_rows", "append_positions", "append_slots"):
             spec = operands.take(name, ("A",), "int32")
@@ -73,6 +77,7 @@ PLUGIN = DdtreeAccept(
         "first_row",
         "request_rows",
         "stop_ids",
+        "penalized",
         *MUTATED,
     ),
     attrs={"path_length": "int"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from plugins.core.state import FINISH_LENGTH, FINISH_NAN, FINISH_NONE, FINISH_STOP
+from plugins.core.state import FINISH_DEAD_END, FINISH_LENGTH, FINISH_NAN, FINISH_NONE, FINISH_STOP, SAMPLED_NAN
 
 
 def ddtree_accept(
@@ -16,6 +16,7 @@ def ddtree_accept(
     first_row: np.ndarray,
     request_rows: np.ndarray,
     stop_ids: np.ndarray,
+    penalized: np.ndarray,
     context_len: np.ndarray,
     anchor: np.ndarray,
     remaining: np.ndarray,
@@ -26,19 +27,21 @@ def ddtree_accept(
     append_rows: np.ndarray,
     append_positions: np.ndarray,
     append_slots: np.ndarray,
+    token_counts: np.ndarray,
     *,
     path_length: int,
 ) -> None:
     """Follow what the target drew from each root down the tree, and commit the rows on the way.
 
-    sampled int32 [T]: the target's token after each row, -1 for NaN. The walk emits sampled[root], moves to
+    sampled int32 [T]: the target's token after each row, or SAMPLED_*. The walk emits sampled[root], moves to
     the child with that token, emits what was sampled there, and so on; the token after the last row of the
     path is the bonus. As many tokens are emitted as rows are committed: the last emitted token becomes the
     anchor, without KV yet. It ends after the first stop id (FINISH_STOP), else at `remaining` tokens
-    (FINISH_LENGTH), else before a NaN row (FINISH_NAN). Requests without rows in this pass emit nothing.
-    emitted and path_rows [R, path_length] are -1 beyond num_emitted. append_* list the committed rows of all
-    requests densely, in request order, with the slot that `kv_compact` leaves their KV in; then padding up
-    to R * path_length entries.
+    (FINISH_LENGTH), else before a row without a token (FINISH_NAN, FINISH_DEAD_END). Requests without rows in
+    this pass emit nothing. emitted and path_rows [R, path_length] are -1 beyond num_emitted. append_* list the
+    committed rows of all requests densely, in request order, with the slot that `kv_compact` leaves their KV
+    in; then padding up to R * path_length entries. token_counts [R, V] of a penalized request count the tokens
+    of its committed rows.
     """
     rows = len(sampled)
     drawn = sampled.tolist()
@@ -60,7 +63,7 @@ def ddtree_accept(
         while row is not None and ending == FINISH_NONE and len(path) < path_length:
             token = drawn[row]
             if token < 0:
-                ending = FINISH_NAN
+                ending = FINISH_NAN if token == SAMPLED_NAN else FINISH_DEAD_END
                 break
             path.append(row)
             if token in stops:
@@ -76,6 +79,8 @@ def ddtree_accept(
             anchor[request] = drawn[path[-1]]
             context_len[request] += count
             remaining[request] -= count
+            if penalized[request]:
+                np.add.at(token_counts[request], tokens[path], 1)
             committed += path
             targets += range(first, first + count)
 

@@ -8,11 +8,25 @@ from plugins.core.operands import Operands, nbytes
 from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
 
+PER_REQUEST = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "penalized",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
 
 class Sample(Plugin):
-    """logits float32 [T, V] -> token int32 [T]: -1 where a row has no distribution (NaN), 0 for padding.
+    """logits float32 [T, V] -> token int32 [T]: SAMPLED_* where there is none to draw, 0 for padding.
 
-    positions, row_request int32 [at least T]; temperature, top_p, min_p float32, top_k int32, seed int64 [R].
+    positions, row_request, row_masked, tokens?, row_parent? int32 [at least T]; temperature, top_p, min_p, *_penalty
+    float32, top_k, penalized int32, seed int64 [R]; token_counts int32, logit_bias float32 [R, V]; vocab_mask uint32
+    [at least T, V / 32]. With tokens and row_parent, the rows' ancestors of this pass count as generated.
     """
 
     def infer(self, attrs: Attrs, inputs: Sequence[TensorSpec | None]) -> list[TensorSpec]:
@@ -25,6 +39,16 @@ class Sample(Plugin):
         operands.take("top_p", ("R",), "float32")
         operands.take("min_p", ("R",), "float32")
         operands.take("seed", ("R",), "int64")
+        operands.take("penalized", ("R",), "int32")
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+            operands.take(name, ("R",), "float32")
+        operands.take("token_counts", ("R", "V"), "int32")
+        operands.take("logit_bias", ("R", "V"), "float32")
+        operands.take("row_masked", (">=T",), "int32")
+        operands.take("vocab_mask", (">=T", -(-operands["V"] // 32)), "uint32")
+        if operands.has("tokens") or operands.has("row_parent"):
+            operands.take("tokens", (">=T",), "int32")
+            operands.take("row_parent", (">=T",), "int32")
         return [TensorSpec((operands["T"],), "int32")]
 
     def cost(
@@ -40,6 +64,17 @@ class Sample(Plugin):
 
 PLUGIN = Sample(
     name="sample",
-    inputs=("logits", "positions", "row_request", "temperature", "top_k", "top_p", "min_p", "seed"),
+    inputs=(
+        "logits",
+        "positions",
+        "row_request",
+        *PER_REQUEST,
+        "token_counts",
+        "logit_bias",
+        "row_masked",
+        "vocab_mask",
+        "tokens?",
+        "row_parent?",
+    ),
     outputs=("token",),
 )

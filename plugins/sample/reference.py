@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from plugins.core.state import PROMPT_TOKEN, SAMPLED_DEAD_END, SAMPLED_NAN
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -67,6 +69,27 @@ def _descending(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return ids[torch.argsort(scores[ids], descending=True, stable=True)]
 
 
+def allowed_tokens(mask: torch.Tensor, size: int) -> torch.Tensor:
+    """bool [size] of mask uint32 [words]: bit t % 32 of word t // 32 for token t."""
+    bits = mask.view(torch.int32)[:, None] >> torch.arange(32) & 1
+    return bits.reshape(-1)[:size].bool()
+
+
+def penalize(
+    scores: torch.Tensor, counts: torch.Tensor, bias: torch.Tensor, presence: float, frequency: float, repetition: float
+) -> torch.Tensor:
+    """scores float32 [V] with bias float32 [V] added, then penalties for counts int32 [V] (PROMPT_TOKEN included).
+
+    The score of a token that was seen, in the prompt or since, is divided by `repetition` where it is positive, else
+    multiplied; then frequency * count and, for a count above 0, presence are taken off. The prompt does not count.
+    """
+    generated = counts & (PROMPT_TOKEN - 1)
+    scores = scores + bias
+    scores = torch.where(counts > 0, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
+    scores = scores - frequency * generated
+    return scores - presence * (generated > 0)
+
+
 def sample(
     logits: torch.Tensor,
     positions: torch.Tensor,
@@ -76,24 +99,55 @@ def sample(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     seed: torch.Tensor,
+    penalized: torch.Tensor,
+    presence_penalty: torch.Tensor,
+    frequency_penalty: torch.Tensor,
+    repetition_penalty: torch.Tensor,
+    token_counts: torch.Tensor,
+    logit_bias: torch.Tensor,
+    row_masked: torch.Tensor,
+    vocab_mask: torch.Tensor,
+    tokens: torch.Tensor | None,
+    row_parent: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Token int32 [T] that follows each row of logits float32 [T, V]; 0 for padding.
+    """Token int32 [T] that follows each row of logits float32 [T, V]; 0 for padding. Operands as in `Sample`.
 
-    positions, row_request int32 [at least T]; temperature, top_p, min_p float32, top_k int32, seed int64 [R].
-    Temperature 0: the argmax, lowest id first. Else, with score = (logit - largest) / temperature, the
-    argmax of score + gumbel(seed, positions + 1, token) over `kept_tokens`: a draw from their softmax
-    (Gumbel 1954) that depends on prefix and noise alone. -1 where the row has no distribution: a NaN, +inf,
-    or nothing above -inf.
+    Scores are the logits, -inf where the mask of a masked row allows nothing; in a penalized request with bias and
+    penalties (`penalize`), the counts being token_counts and, given `row_parent`, the tokens of the row and its
+    ancestors. Temperature 0: the argmax, lowest id first. Else the argmax of (score - largest) / temperature +
+    gumbel(seed, positions + 1, token) over `kept_tokens`: a draw from their softmax (Gumbel 1954) that depends on
+    prefix and noise alone. SAMPLED_NAN where the logits are no distribution: a NaN, +inf, or nothing above -inf;
+    SAMPLED_DEAD_END where they are, but the mask leaves nothing above -inf.
     """
     rows = logits.shape[0]
     requests = row_request[:rows]
-    largest, token = logits.max(dim=1)  # propagates NaN; the first of equals
-    token = torch.where(largest.isfinite(), token, -1)
     slots = requests.clamp(min=0).long()
-    drawn = (temperature[slots] > 0) & (requests >= 0) & (token >= 0)
+    largest, token = logits.max(dim=1)  # propagates NaN; the first of equals
+    token = torch.where(largest.isfinite(), token, SAMPLED_NAN)
+    valid = (requests >= 0) & (token >= 0)
+    masked, changed = row_masked[:rows] != 0, penalized[slots] != 0
+    scores_of = {}
+    for row in (valid & (masked | changed)).nonzero()[:, 0].tolist():
+        slot, scores = int(slots[row]), logits[row]
+        if masked[row]:
+            scores = torch.where(allowed_tokens(vocab_mask[row], logits.shape[1]), scores, -torch.inf)
+        if changed[row]:
+            counts = token_counts[slot].clone()
+            if tokens is not None and row_parent is not None:
+                ancestor = row
+                while ancestor >= 0:
+                    counts[int(tokens[ancestor])] += 1
+                    ancestor = int(row_parent[ancestor])
+            factors = (presence_penalty, frequency_penalty, repetition_penalty)
+            scores = penalize(scores, counts, logit_bias[slot], *(float(factor[slot]) for factor in factors))
+        scores_of[row] = scores
+        largest[row], token[row] = scores.max(dim=0)
+        if not largest[row].isfinite():
+            token[row] = SAMPLED_DEAD_END if largest[row] == -torch.inf else SAMPLED_NAN
+    drawn = valid & (temperature[slots] > 0) & (token >= 0)
     for row in drawn.nonzero()[:, 0].tolist():
         slot = int(slots[row])
-        scores = (logits[row] - largest[row]) / temperature[slot]
+        scores = (scores_of.get(row, logits[row]) - largest[row]) / temperature[slot]
         kept = kept_tokens(scores, int(top_k[slot]), float(top_p[slot]), float(min_p[slot]))
         noise = gumbel(int(seed[slot]), int(positions[row]) + 1, kept)
         token[row] = kept[torch.argmax(scores[kept] + noise)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from plugins.core.plugin import PluginError, get_plugin
 from plugins.core.spec import TensorSpec
 from plugins.core.state import (
+    FINISH_DEAD_END,
     FINISH_LENGTH,
     FINISH_NAN,
     FINISH_NONE,
@@ -20,6 +21,7 @@ from plugins.core.state import (
     request_buffers,
     result_buffers,
     row_buffers,
+    vocabulary_buffers,
 )
 from tests.plugins.tree_buffers import Buffers, candidates_of, paths
 
@@ -169,6 +171,31 @@ def test_stop_wins_over_length_and_over_a_later_nan() -> None:
     assert (buffers["num_emitted"][0], buffers["finish"][0]) == (2, FINISH_STOP)
 
 
+def test_a_dead_end_is_told_from_nan() -> None:
+    buffers = chain()
+    buffers.accept(torch.tensor([1, -2, -1, -1, -1]))
+    assert (buffers["num_emitted"][0], buffers["finish"][0]) == (1, FINISH_DEAD_END)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_token_counts_are_those_of_the_committed_rows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    buffers = trees(seed)
+    buffers["anchor"][:] = torch.from_numpy(rng.integers(0, 8, 3))
+    buffers["tokens"][buffers["first_row"].long()] = buffers["anchor"]
+    buffers["penalized"][:] = torch.from_numpy(rng.integers(0, 2, 3))
+    before = buffers["token_counts"].clone()
+    rows = int(buffers["num_rows"][0])
+    buffers.accept(torch.from_numpy(rng.integers(0, TOKENS, rows)))
+    for request in range(3):
+        expected = before[request].tolist()
+        for row in buffers["path_rows"][request].tolist():
+            if row >= 0 and buffers["penalized"][request]:
+                expected[int(buffers["tokens"][row])] += 1
+        assert buffers["token_counts"][request].tolist() == expected
+
+
 def test_nan_off_the_path_is_not_seen() -> None:
     buffers = chain()
     buffers.accept(torch.tensor([1, 7, -1, -1, -1]))
@@ -207,7 +234,7 @@ def test_what_is_emitted_does_not_depend_on_the_tree(seed: int) -> None:
 
 def test_infer() -> None:
     plugin, shape = get_plugin("ddtree_accept"), limits()
-    specs = row_buffers(shape) | request_buffers(shape) | result_buffers(shape, 8)
+    specs = row_buffers(shape) | request_buffers(shape) | vocabulary_buffers(shape, 8) | result_buffers(shape, 8)
     inputs = [specs[name] for name in plugin.inputs]
     assert plugin.infer({"path_length": DEPTH + 1}, inputs) == []
     with pytest.raises(PluginError, match="ddtree_accept: emitted: expected .*, found"):

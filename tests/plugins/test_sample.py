@@ -12,25 +12,58 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from plugins.core.plugin import PluginError, get_plugin
 from plugins.core.spec import TensorSpec
-from plugins.sample.reference import gumbel, kept_tokens, sample
+from plugins.core.state import PROMPT_TOKEN
+from plugins.sample.reference import gumbel, kept_tokens, penalize, sample
 
 NAN, INF = float("nan"), float("inf")
 MASK = (1 << 64) - 1
 
 
-def run(logits: torch.Tensor, positions: object = 0, requests: object = 0, **parameters: object) -> list[int]:
-    """Tokens of logits [T, V]; `parameters` are per request, one value standing for one request."""
-    rows = len(logits)
-    defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
+PER_REQUEST = {
+    "temperature": (0.0, torch.float32),
+    "top_k": (0, torch.int32),
+    "top_p": (1.0, torch.float32),
+    "min_p": (0.0, torch.float32),
+    "seed": (0, torch.int64),
+    "penalized": (0, torch.int32),
+    "presence_penalty": (0.0, torch.float32),
+    "frequency_penalty": (0.0, torch.float32),
+    "repetition_penalty": (1.0, torch.float32),
+}
+
+
+def run(
+    logits: torch.Tensor,
+    positions: object = 0,
+    requests: object = 0,
+    counts: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+    masked: object = None,
+    tokens: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
+    **parameters: object,
+) -> list[int]:
+    """Tokens of logits [T, V]; `parameters` are per request, one value standing for one request.
+
+    counts, bias [R, V]; allowed bool [T, V]: masks of the rows, or of those flagged in `masked`.
+    """
+    rows, vocab = logits.shape
     values = [
-        torch.as_tensor(value).reshape(-1).to(dtype)
-        for value, dtype in zip((defaults | parameters).values(), dtypes, strict=True)
+        torch.as_tensor(parameters.get(name, default)).reshape(-1).to(dtype)
+        for name, (default, dtype) in PER_REQUEST.items()
     ]
     size = max(len(value) for value in values)
     values = [value.expand(size).contiguous() for value in values]
     where = [torch.as_tensor(v, dtype=torch.int32).expand(rows) for v in (positions, requests)]
-    out = sample(logits, *where, *values)
+    counts = torch.full((size, vocab), 3, dtype=torch.int32) if counts is None else counts.to(torch.int32)
+    bias = torch.full((size, vocab), 5.0) if bias is None else bias
+    words = np.full((rows, -(-vocab // 32)), 0, np.uint32)
+    if allowed is not None:
+        bits = np.packbits(allowed.numpy(), axis=1, bitorder="little")
+        words.view(np.uint8)[:, : bits.shape[1]] = bits
+    flags = torch.as_tensor((allowed is not None) if masked is None else masked, dtype=torch.int32).expand(rows)
+    out = sample(logits, *where, *values, counts, bias, flags, torch.from_numpy(words), tokens, parents)
     assert out.dtype == torch.int32 and out.shape == (rows,)
     return out.tolist()
 
@@ -220,22 +253,125 @@ def test_different_positions_and_seeds_draw_differently() -> None:
     assert np.mean(np.array(run(logits, torch.arange(400), temperature=1.0, seed=4)) == by_position) < 0.1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_is_a_smaller_vocabulary(temperature: float) -> None:
+    """What is drawn under a mask is what is drawn where the other logits are -inf."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(60, 70, generator=generator)
+    allowed = torch.rand(60, 70, generator=generator) < 0.2
+    allowed[:, 69] |= ~allowed.any(1)
+    positions = torch.arange(60)
+    expected = run(logits.masked_fill(~allowed, -INF), positions, temperature=temperature, top_p=0.9, seed=3)
+    assert run(logits, positions, allowed=allowed, temperature=temperature, top_p=0.9, seed=3) == expected
+    assert len(set(expected)) > 10
+    flags = torch.arange(60) % 2
+    mixed = run(logits, positions, allowed=allowed, masked=flags, temperature=temperature, top_p=0.9, seed=3)
+    free = run(logits, positions, temperature=temperature, top_p=0.9, seed=3)
+    assert mixed == [expected[i] if i % 2 else free[i] for i in range(60)]
+
+
+def test_a_mask_that_allows_nothing_is_told_from_nan() -> None:
+    logits = torch.zeros(4, 33)
+    logits[1, 5], logits[2, 5], logits[3, :32] = NAN, INF, -INF
+    allowed = torch.zeros(4, 33, dtype=torch.bool)
+    allowed[3, 1] = True  # it is allowed, but impossible
+    for temperature in (0.0, 1.0):
+        assert run(logits, allowed=allowed, temperature=temperature) == [-2, -1, -1, -2]
+    allowed[:, 32] = True
+    assert run(logits, allowed=allowed) == [32, -1, -1, 32]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.floats(-2, 2, width=32),
+    st.floats(-2, 2, width=32),
+    st.floats(0.5, 2, width=32),
+)
+def test_penalties_are_those_of_vllm(seed: int, presence: float, frequency: float, repetition: float) -> None:
+    """Against a token-by-token computation of vLLM's definition, in float32."""
+    rng = np.random.default_rng(seed)
+    vocab = 24
+    prompt, text = (rng.integers(0, vocab, rng.integers(0, 12)).tolist() for _ in range(2))
+    logits = rng.normal(size=vocab).astype(np.float32) * 3
+    bias = np.where(rng.random(vocab) < 0.3, rng.normal(size=vocab) * 5, 0).astype(np.float32)
+    expected = []
+    for token in range(vocab):
+        score = np.float32(logits[token] + bias[token])
+        if token in prompt or token in text:
+            score = score / np.float32(repetition) if score > 0 else score * np.float32(repetition)
+        score = score - np.float32(frequency) * np.float32(text.count(token))
+        expected.append(score - np.float32(presence) * np.float32(token in text))
+    counts = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=vocab).to(torch.int32)
+    counts[prompt] |= PROMPT_TOKEN
+    found = penalize(torch.from_numpy(logits), counts, torch.from_numpy(bias), presence, frequency, repetition)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    drawn = run(
+        torch.from_numpy(logits)[None],
+        counts=counts[None],
+        bias=torch.from_numpy(bias)[None],
+        penalized=1,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+    )
+    assert found[drawn[0]] == found.max()
+
+
+def test_rows_of_a_tree_count_their_own_ancestors() -> None:
+    """A row of a tree draws what it draws where its ancestors are committed."""
+    rng = np.random.default_rng(5)
+    vocab, rows = 16, 40
+    logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32))
+    tokens = rng.integers(0, vocab, rows)
+    parents = [-1] + [int(rng.integers(0, row)) for row in range(1, rows)]
+    committed = rng.integers(0, 3, vocab)
+    penalties = {"penalized": 1, "presence_penalty": 0.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3}
+    bias = torch.zeros(1, vocab)
+    positions = torch.arange(rows)
+    together = run(
+        logits,
+        positions,
+        counts=torch.from_numpy(committed)[None],
+        bias=bias,
+        tokens=torch.from_numpy(tokens).int(),
+        parents=torch.tensor(parents, dtype=torch.int32),
+        temperature=1.0,
+        **penalties,
+    )
+    for row in range(rows):
+        counts, ancestor = committed.copy(), row
+        while ancestor >= 0:
+            counts[tokens[ancestor]] += 1
+            ancestor = parents[ancestor]
+        alone = run(
+            logits[row : row + 1],
+            row,
+            counts=torch.from_numpy(counts)[None],
+            bias=bias,
+            temperature=1.0,
+            **penalties,
+        )
+        assert alone == [together[row]]
+    assert together != run(logits, positions, temperature=1.0)
+
+
 def test_infer() -> None:
     plugin = get_plugin("sample")
-    per_request = {
-        "temperature": "float32",
-        "top_k": "int32",
-        "top_p": "float32",
-        "min_p": "float32",
-        "seed": "int64",
-    }
     inputs = [TensorSpec((4, 30), "float32"), TensorSpec((64,), "int32"), TensorSpec((4,), "int32")]
-    inputs += [TensorSpec((3,), dtype) for dtype in per_request.values()]
-    assert plugin.infer({}, inputs) == [TensorSpec((4,), "int32")]
+    inputs += [TensorSpec((3,), str(dtype).removeprefix("torch.")) for _, dtype in PER_REQUEST.values()]
+    inputs += [TensorSpec((3, 30), "int32"), TensorSpec((3, 30), "float32")]
+    inputs += [TensorSpec((8,), "int32"), TensorSpec((8, 1), "uint32")]
+    rows = [TensorSpec((4,), "int32"), TensorSpec((64,), "int32")]
+    assert plugin.infer({}, inputs) == plugin.infer({}, inputs + rows) == [TensorSpec((4,), "int32")]
     for index, wrong in (
         (0, TensorSpec((4, 30), "bfloat16")),
         (2, TensorSpec((3,), "int32")),
         (7, inputs[4]),
+        (12, TensorSpec((3, 29), "int32")),
+        (15, TensorSpec((8, 2), "uint32")),
     ):
         with pytest.raises(PluginError, match=f"sample: {plugin.inputs[index]}: expected .*, found"):
             plugin.infer({}, [*inputs[:index], wrong, *inputs[index + 1 :]])
+    with pytest.raises(PluginError, match="sample: row_parent: expected"):
+        plugin.infer({}, [*inputs, rows[0]])

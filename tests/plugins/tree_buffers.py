@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from plugins.core.plugin import get_plugin
-from plugins.core.state import Limits, request_buffers, result_buffers, row_buffers
+from plugins.core.state import Limits, request_buffers, result_buffers, row_buffers, vocabulary_buffers
 
 
 class Buffers:
@@ -14,7 +14,8 @@ class Buffers:
 
     def __init__(self, limits: Limits, seed: int = 0) -> None:
         self.limits = limits
-        specs = row_buffers(limits) | request_buffers(limits) | result_buffers(limits, vocab_size=8)
+        specs = row_buffers(limits) | request_buffers(limits)
+        specs |= vocabulary_buffers(limits, vocab_size=8) | result_buffers(limits, vocab_size=8)
         self.tensors = {
             name: torch.full(spec.shape, 77, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()
         }
@@ -27,6 +28,7 @@ class Buffers:
             "block_table": shuffled.view(requests, pages),
             "remaining": 1000,
             "stop_ids": -1,
+            "penalized": 0,
             "tree_budget": limits.max_rows,
             "tree_cost": 0.0,
             "calibration": 1.0,

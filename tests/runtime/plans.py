@@ -9,6 +9,7 @@ import numpy as np
 
 from plugins.core.packing import WeightRecipe
 from plugins.core.plan import Arg, Phase, Plan, Step, Weight
+from plugins.core.plugin import get_plugin
 from plugins.core.spec import TensorSpec
 
 ROWS, VOCAB, HIDDEN, REQUESTS = 4, 32, 64, 2
@@ -31,6 +32,14 @@ def small_plan(tp: int = 1, rank: int = 0) -> Plan:
         "top_p": TensorSpec((REQUESTS,), "float32"),
         "min_p": TensorSpec((REQUESTS,), "float32"),
         "seed": TensorSpec((REQUESTS,), "int64"),
+        "penalized": TensorSpec((REQUESTS,), "int32"),
+        "presence_penalty": TensorSpec((REQUESTS,), "float32"),
+        "frequency_penalty": TensorSpec((REQUESTS,), "float32"),
+        "repetition_penalty": TensorSpec((REQUESTS,), "float32"),
+        "token_counts": TensorSpec((REQUESTS, VOCAB), "int32"),
+        "logit_bias": TensorSpec((REQUESTS, VOCAB), "float32"),
+        "row_masked": TensorSpec((ROWS,), "int32"),
+        "vocab_mask": TensorSpec((ROWS, VOCAB // 32), "uint32"),
         "logits": TensorSpec((ROWS, VOCAB), "float32"),
         "sampled": TensorSpec((ROWS,), "int32"),
         "kv_pool": TensorSpec((1, 8, 4), "float32"),
@@ -66,7 +75,7 @@ def _steps(
     s = arena("s", 1024, rows, HIDDEN)
     y = arena("y", 0, rows, HIDDEN)
     part = arena("part", 2048, rows, VOCAB // tp)
-    parameters = [buffer(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")]
+    parameters = [buffer(name) for name in get_plugin("sample").inputs[3:-2]]
     logits = buffer("logits", rows, VOCAB)
     gemm = {"activation": "none", "out_dtype": "float32"}
     compact = [buffer(n) for n in ("path_rows", "num_emitted", "first_row", "row_slot", "kv_pool")]

@@ -244,7 +244,7 @@ def test_request_that_ends_with_an_error(artifact, fake, capsys):
         ),
         (
             ["generate", "@", "--prompt", "x", "--max-tokens", "0"],
-            "max_tokens: expected an integer of at least 1",
+            "max_tokens: expected at least 1",
         ),
         (
             ["generate", "@", "--prompt", "x", "--temperature", "-1"],

@@ -22,7 +22,7 @@ from engine_runtime.generation import GenerationRequest
 from engine_runtime.sampling import SamplingParams
 from plugins.core.plan import Phase, Plan
 from plugins.core.plugin import get_plugin
-from plugins.core.state import Limits, request_buffers, result_buffers, row_buffers
+from plugins.core.state import Limits, request_buffers, result_buffers, row_buffers, vocabulary_buffers
 from plugins.core.torch_dtypes import TORCH_DTYPES
 
 VOCAB = 48
@@ -95,7 +95,8 @@ def toy_plan(limits: Limits, vocab: int = VOCAB) -> Plan:
         "limits": {name: getattr(limits, name) for name in Limits.__dataclass_fields__},
         "model": {"vocab_size": vocab, "eos_token_ids": [EOS]},
     }
-    buffers = row_buffers(limits) | request_buffers(limits) | result_buffers(limits, vocab)
+    buffers = row_buffers(limits) | request_buffers(limits)
+    buffers |= vocabulary_buffers(limits, vocab) | result_buffers(limits, vocab)
     phases = {phase.key: phase for phase in (Phase(name, bucket, ()) for name, bucket in keys)}
     return Plan(1, 0, "cpu", "float32", 0, buffers, {}, phases, settings)
 
@@ -160,11 +161,8 @@ class ToyExecutor:
         position = int(host["last_position"][0])
         tokens = self.context(slot, position + 1)
         host["logits"][0] = np.nan if tokens[-1] == self.nan_token else self.target_logits(tokens)
-        names = ("temperature", "top_k", "top_p", "min_p", "seed")
         last = [self.buffers["last_position"], self.buffers["last_request"]]
-        self.buffers["sampled"][:1] = self._sample(
-            [self.buffers["logits"][:1], *last, *(self.buffers[n] for n in names)]
-        )
+        self.buffers["sampled"][:1] = self._draw(self.buffers["logits"][:1], *last)
 
     def _append(self, rows: int) -> None:
         host = self.host
@@ -225,13 +223,17 @@ class ToyExecutor:
             logits[mine][host["tokens"][mine] == self.nan_token] = np.nan
         assert covered == int(host["num_rows"][0]) <= rows
         host["logits"][:rows] = logits
-        names = ("temperature", "top_k", "top_p", "min_p", "seed")
         buffers = self.buffers
-        operands = [buffers["logits"][:rows], buffers["positions"][:rows], buffers["row_request"][:rows]]
-        buffers["sampled"][:rows] = self._sample([*operands, *(buffers[n] for n in names)])
+        operands = [buffers[name][:rows] for name in ("logits", "positions", "row_request")]
+        buffers["sampled"][:rows] = self._draw(*operands, buffers["tokens"][:rows], buffers["row_parent"][:rows])
         self._accept([buffers["sampled"][:rows], *(buffers[n] for n in get_plugin("ddtree_accept").inputs[1:])])
         pool = torch.from_numpy(self.kv)
         self._compact([*(buffers[n] for n in get_plugin("kv_compact").inputs[:-1]), pool])
+
+    def _draw(self, logits: torch.Tensor, positions: torch.Tensor, requests: torch.Tensor, *rows: torch.Tensor) -> Any:
+        """`sample` of these rows; `rows`: their tokens and parents, where they have ancestors in this pass."""
+        per_request = [self.buffers[name] for name in get_plugin("sample").inputs[3:-2]]
+        return self._sample([logits, positions, requests, *per_request, *(rows or (None, None))])
 
     # ---- the toy model ----
 
@@ -262,11 +264,10 @@ class ToyExecutor:
         return logits_of(mix(np.asarray(tokens), positions).sum(dtype=np.uint32)[None], self.vocab)[0]
 
     def true_token(self, slot: int, tokens: Sequence[int]) -> int:
-        """What the target draws after `tokens`, noise included."""
-        names = ("temperature", "top_k", "top_p", "min_p", "seed")
+        """What the target draws after `tokens`, noise included, rules and penalties roughly."""
         logits = torch.from_numpy(self.target_logits(tokens))[None]
         last = [torch.tensor([len(tokens) - 1], dtype=torch.int32), torch.tensor([slot], dtype=torch.int32)]
-        return int(self._sample([logits, *last, *(self.buffers[n] for n in names)])[0])
+        return int(self._draw(logits, *last)[0])
 
 
 # ---- drafters ----
