@@ -34,7 +34,7 @@ def test_good_plan_passes_and_reports_what_it_does() -> None:
         ("sum", "all_reduce", 4 * ROWS * HIDDEN),
         ("gather", "all_gather", 4 * ROWS * VOCAB),
     )
-    assert large.argument_bytes == 8 * 9  # sample: eight inputs, one output
+    assert large.argument_bytes == 8 * 17  # sample: sixteen inputs, one output
 
 
 def drop_step(plan: Plan, node: str) -> Plan:
