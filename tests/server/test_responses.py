@@ -248,7 +248,7 @@ def test_hosted_tools_are_left_out_with_a_warning(engine, client, caplog) -> Non
         ({"n": 2}, "n"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "namespace"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [READ, READ]}]}, "tools"),
-        ({"tools": [4]}, "tools.0"),
+        ({"tools": [4]}, "tools[0]"),
         ({"tools": [{"type": "telepathy"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 4}]}, "tools[0]"),
