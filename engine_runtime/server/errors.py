@@ -6,7 +6,7 @@ Messages are this project's own sentences. What a library or a fault of this pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -89,16 +89,26 @@ def error_response(scope: Scope, error: Exception) -> JSONBytes:
     return JSONBytes(envelope(scope["path"], status, message, param, code), status, headers)
 
 
-def _validation_sentence(error: Mapping[str, Any]) -> tuple[str, str | None]:
-    """One error of pydantic as (sentence, parameter)."""
-    path = [str(part) for part in error["loc"][1:]]
-    if not path:
+def _validation_sentence(error: Mapping[str, Any], body: Any) -> tuple[str, str | None]:
+    """One error of pydantic about `body` as (sentence, parameter)."""
+    name = _place(error["loc"][1:], body, error["type"] == "missing")
+    if not name:
         return "the body must be a JSON object, sent with content-type application/json", None
-    # pydantic names the branches of a union in the path; a client knows only its own keys
-    name = ".".join(part for part in path if part.isidentifier() or part.isdigit())[:200]
     found = error.get("input")
     shown = f", found {found!r}"[:100] if isinstance(found, str | int | float) else ""
     return f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}"[:400] + shown, name
+
+
+def _place(path: Sequence[str | int], body: Any, missing: bool) -> str:
+    """The place in `body` as a client would write it, `messages[0].role`. pydantic's path also names the branches of
+    unions; what of it does not lead further into the body is left out. missing: the last part is what is not there."""
+    name, value = "", body
+    for part in path[:-1] if missing else path:
+        if isinstance(value, list) and isinstance(part, int) and part < len(value):
+            name, value = f"{name}[{part}]", value[part]
+        elif isinstance(value, dict) and part in value:
+            name, value = f"{name}.{part}", value[part]
+    return (f"{name}.{path[-1]}" if missing and path else name).removeprefix(".")[:200]
 
 
 def install(app: FastAPI) -> None:
@@ -107,7 +117,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> JSONBytes:
         # of a union every branch complains; the one that got deepest is the one that was meant
-        sentence, param = _validation_sentence(max(error.errors(), key=lambda entry: len(entry["loc"])))
+        deepest = max(error.errors(), key=lambda entry: len(entry["loc"]))
+        sentence, param = _validation_sentence(deepest, error.body)
         return error_response(request.scope, BadRequest(sentence, param))
 
     @app.exception_handler(HTTPException)

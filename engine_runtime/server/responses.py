@@ -91,6 +91,7 @@ class Answer:
         self._output: list[dict[str, Any]] = []
         self._open: str | None = None  # the type of the item that still grows, the last one of the output
         self._pieces: list[str] = []
+        given = body.model_dump(include={"text", "tool_choice", "tools"}, exclude_none=True, by_alias=True)
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -108,9 +109,9 @@ class Answer:
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "text": {"format": given.get("text", {}).get("format") or {"type": "text"}},
+            "tool_choice": given.get("tool_choice") or "auto",
+            "tools": given.get("tools") or [],
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,
