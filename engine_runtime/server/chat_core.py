@@ -88,7 +88,8 @@ class Room:
                 param,
                 code="context_length_exceeded",
             )
-        return replace(params, max_tokens=left if params.max_tokens is None else min(params.max_tokens, left))
+        most = left if params.max_tokens is None else min(params.max_tokens, left)
+        return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 
 class Chat:

@@ -18,6 +18,10 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
 MAX_NAMES_LOGGED = 20
+_PASSED_ON = (
+    *("temperature", "top_p", "min_p", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 IGNORED = {
     "user",
     "store",
@@ -129,30 +133,32 @@ class SamplingFields(Body):
 def sampling_params(
     fields: SamplingFields, max_tokens: int | None, defaults: SamplingParams, eos_ids: tuple[int, ...], vocab_size: int
 ) -> SamplingParams:
-    """The parameters of the first choice; `BadRequest` for ids outside the vocabulary."""
+    """The parameters of the first choice; `BadRequest` for ids outside the vocabulary and what contradicts itself."""
     stop_ids = fields.stop_token_ids or []
-    for name, ids in (("stop_token_ids", stop_ids), ("logit_bias", _bias_ids(fields))):
+    biases = _biases(fields)
+    for name, ids in (("stop_token_ids", stop_ids), ("logit_bias", [token for token, _ in biases])):
         for token in ids:
             if not 0 <= token < vocab_size:
                 raise BadRequest(f"{name}: expected token ids from 0 to {vocab_size - 1}, found {token}", name)
-    given = {"temperature": fields.temperature, "min_p": fields.min_p, "top_p": fields.top_p}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name in _PASSED_ON if (value := getattr(fields, name)) is not None}
     if changes.get("top_p") == 0:
         changes["top_p"] = 1e-9  # the most probable token alone, as OpenAI's API has it
     if fields.top_k is not None:
         changes["top_k"] = max(fields.top_k, 0)
     if stop_ids or fields.ignore_eos:
         changes["stop_ids"] = (*(() if fields.ignore_eos else eos_ids), *stop_ids)
-    seed = secrets.randbits(63) if fields.seed is None else fields.seed
-    return replace(defaults, **changes, max_tokens=max_tokens, seed=seed)
+    changes["seed"] = secrets.randbits(63) if fields.seed is None else fields.seed
+    try:
+        return replace(defaults, **changes, max_tokens=max_tokens, logit_bias=biases)
+    except ValueError as error:
+        raise BadRequest(str(error), str(error).partition(":")[0]) from None
 
 
-def _bias_ids(fields: SamplingFields) -> list[int]:
-    keys = list(fields.logit_bias or ())
-    for key in keys:
+def _biases(fields: SamplingFields) -> tuple[tuple[int, float], ...]:
+    for key in fields.logit_bias or ():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise BadRequest(f"logit_bias: expected token ids as keys, found {key[:40]!r}", "logit_bias")
-    return [int(key) for key in keys]
+    return tuple((int(key), bias) for key, bias in (fields.logit_bias or {}).items())
 
 
 def choice_params(params: SamplingParams, index: int) -> SamplingParams:
