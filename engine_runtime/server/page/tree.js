@@ -1,7 +1,7 @@
-// Draws the draft tree of one step: depth to the right, branches downwards, the accepted path highlighted.
+// Draws the draft tree of one step: depth downwards, branches to the right, the accepted path highlighted.
 
 const SVG = "http://www.w3.org/2000/svg";
-const [WIDTH, HEIGHT, GAP_X, GAP_Y, CHARS] = [86, 20, 22, 6, 11];
+const [WIDTH, HEIGHT, GAP_X, GAP_Y, CHARS] = [84, 19, 8, 12, 11];
 
 /** A token's text with its blanks made visible, cut to what fits into a node. */
 export function visible(text) {
@@ -27,43 +27,41 @@ export function nodesOf(trace) {
   return nodes;
 }
 
-/** Places nodes: x by depth; every leaf has a line of its own, a parent stands on the line of its first child. */
+/** Gives every node its depth and its column: a leaf has one of its own, a parent stands above its first child. */
 function place(nodes) {
   const children = nodes.map(() => []);
   nodes.forEach((node, index) => { if (node.parent >= 0) children[node.parent].push(index); });
   const order = { accepted: 0, bonus: 1, rejected: 2 };
   for (const list of children) list.sort((a, b) => order[nodes[a].kind] - order[nodes[b].kind]);
-  let lines = 0;
+  let columns = 0;
   const visit = (index, depth) => {
     nodes[index].depth = depth;
-    nodes[index].line = lines;
+    nodes[index].column = columns;
     children[index].forEach((child, position) => {
-      if (position > 0) lines += 1;
+      if (position > 0) columns += 1;
       visit(child, depth + 1);
     });
   };
   visit(0, 0);
-  return lines + 1;
+  return columns + 1;
 }
 
 export function draw(container, trace) {
   const nodes = nodesOf(trace);
-  const lines = place(nodes);
+  const columns = place(nodes);
   const depth = Math.max(...nodes.map((node) => node.depth));
-  const [width, height] = [(depth + 1) * (WIDTH + GAP_X), lines * (HEIGHT + GAP_Y) + 4];
+  const [width, height] = [columns * (WIDTH + GAP_X), (depth + 1) * (HEIGHT + GAP_Y)];
   container.replaceChildren();
   const svg = element("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" }, container);
   element("title", {}, svg).textContent =
     `${trace.accepted.length} of ${trace.texts.length} rows accepted: ${trace.accepted.map((i) => trace.texts[i]).join("")}`;
-  const at = (node) => [node.depth * (WIDTH + GAP_X) + 1, node.line * (HEIGHT + GAP_Y) + 2];
+  const at = (node) => [node.column * (WIDTH + GAP_X) + 1, node.depth * (HEIGHT + GAP_Y) + 1];
   for (const node of nodes) {
     if (node.parent < 0) continue;
     const [[x, y], [px, py]] = [at(node), at(nodes[node.parent])];
-    const [from, to] = [px + WIDTH, x];
-    element("path", {
-      d: `M${from} ${py + HEIGHT / 2} C${from + 12} ${py + HEIGHT / 2} ${to - 12} ${y + HEIGHT / 2} ${to} ${y + HEIGHT / 2}`,
-      class: node.kind,
-    }, svg);
+    const [from, to] = [px + WIDTH / 2, x + WIDTH / 2];
+    const curve = `M${from} ${py + HEIGHT} C${from} ${y - 1} ${to} ${py + HEIGHT + 1} ${to} ${y}`;
+    element("path", { d: curve, class: node.kind }, svg);
   }
   for (const node of nodes) {
     const [x, y] = at(node);
