@@ -18,11 +18,15 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1  # its renderers are oracles; the rest is not needed
 	touch $@
 
+# the JavaScript clients of the tests; without npm those tests are skipped
+tests/server/node/node_modules: tests/server/node/package-lock.json
+	@if command -v npm >/dev/null; then npm ci --prefix tests/server/node --no-audit --no-fund --loglevel=error; fi
+
 demo: setup
 	$(BIN)/python build.py $(NANO)/checkpoint --draft $(NANO)/draft --arch cpu -o $(ENGINE)
 	$(BIN)/python -m engine_runtime generate $(ENGINE) --prompt-file $(NANO)/demo-prompt.txt --max-tokens 160 --stats
 
-test: setup lint
+test: setup lint tests/server/node/node_modules
 	$(BIN)/python -m pytest -m 'not gpu' -n 2
 
 lint: setup
