@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +19,8 @@ from starlette.types import Scope
 from engine_runtime.server.contract import BadRequest, EngineUnavailable
 from engine_runtime.server.sse import JSON, ClientGone, JSONBytes
 
+STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+PROBES = ("/health", "/health/ready", "/ready")
 _log = logging.getLogger(__name__)
 
 _TYPES = {
@@ -111,8 +113,42 @@ def _place(path: Sequence[str | int], body: Any, missing: bool) -> str:
     return (f"{name}.{path[-1]}" if missing and path else name).removeprefix(".")[:200]
 
 
+class AnthropicErrorBody(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """The same under /v1/messages."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
+
+
+def declare(schema: dict[str, Any]) -> dict[str, Any]:
+    """The OpenAPI `schema` of the application with these envelopes as what every operation answers beside success."""
+    parts = schema.setdefault("components", {}).setdefault("schemas", {})
+    for model in (ErrorResponse, AnthropicErrorResponse):
+        definition = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        parts |= definition.pop("$defs", {})
+        parts[model.__name__] = definition
+    for path, operations in schema["paths"].items():
+        name = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
+        # a probe's 503 is its health, not an envelope
+        body: dict[str, Any] = {} if path in PROBES else {"$ref": f"#/components/schemas/{name}"}
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            content = {"application/json": {"schema": body}}
+            operation["responses"]["default"] = {"description": "An error", "content": content}
+            if path in STREAMED:
+                operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return schema
+
+
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` with an envelope."""
+    """Answer every error of `app` with an envelope, and say so in its schema."""
+    plain = app.openapi
+    app.openapi = lambda: app.openapi_schema or declare(plain())  # type: ignore[method-assign]
 
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> JSONBytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from engine_runtime.server.services import Services
 from engine_runtime.server.sse import JSONBytes
@@ -33,7 +33,7 @@ def router(services: Services) -> APIRouter:
             """200 if the engine takes requests; else 503 with the state, the reason and how far the load is."""
             return readiness()
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """In Prometheus's text format."""
         return Response(services.metrics.text(), media_type=CONTENT_TYPE_LATEST)
