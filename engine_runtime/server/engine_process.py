@@ -136,8 +136,10 @@ def warm_up(runtime: StepLoop) -> None:
 
 
 def serve(channel: Channel, open_runtime: Callable[[Progress], StepLoop]) -> int:
-    """Open, warm up, run; returns the exit code. `EngineError` and `RankError` are told to the other side."""
+    """Open, warm up, run; returns the exit code. `EngineError` and `RankError` are told to the other side, as permanent
+    where the engine could not be opened."""
     runtime: StepLoop | None = None
+    ready = False
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent is gone: nobody to tell
             try:
@@ -145,10 +147,11 @@ def serve(channel: Channel, open_runtime: Callable[[Progress], StepLoop]) -> int
                 channel.send(Loading(1.0, "producing a first token"))
                 warm_up(runtime)
                 channel.send(Ready())
+                ready = True
                 EngineLoop(runtime, channel).run()
                 return 0
             except (EngineError, RankError) as error:
-                channel.send(Failed(str(error).splitlines()[0], permanent=isinstance(error, EngineError)))
+                channel.send(Failed(str(error).splitlines()[0], permanent=not ready))
         return 1
     finally:
         if runtime is not None:

@@ -31,6 +31,7 @@ from plugins.core.engine_file import Manifest
 
 NANO = Path(__file__).parents[2] / "artifacts" / "k2-nano" / "checkpoint"
 TOKENIZER = Tokenizer.load(NANO)
+TEMPLATE_SOURCE = (NANO / "chat_template.jinja").read_text()
 TEMPLATE = ChatTemplate.load(NANO, TOKENIZER)
 EOS = TOKENIZER.special_id("<|im_end|>")
 LIMITS = {
