@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool
+from pydantic import ConfigDict, Field, StrictBool
 
 from engine_runtime.generation import MAX_LOGPROBS
 from engine_runtime.sampling import SamplingParams
@@ -58,7 +58,9 @@ class Thinking(Body):
 
 
 class TemplateArguments(Body):
-    """The chat template's variables that a request may set."""
+    """The chat template's variables that a request may set. "false" is false: a template would take it for true."""
+
+    model_config = ConfigDict(strict=False)
 
     thinking: bool = True
     preserve_thinking: bool = False

@@ -42,9 +42,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Body(BaseModel):
-    """A request body. Fields that are not known are ignored, with a warning in the log."""
+    """A request body. Fields that are not known are ignored, with a warning in the log; a value of another type than
+    its field's is refused, never converted."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     def warn_of_unknown_fields(self) -> None:
         unknown = sorted(set(self.model_extra or ()) - IGNORED)
