@@ -115,6 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const u64 out = (u64)token * N + 32 * tile_row + row;
         const float rows[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) y[out + 8 * j] = bf16_bits(rows[j] + (HAS_SHARED ? bf16_value(shared[out + 8 * j]) : 0.f));
+        for (int j = 0; j < 4; ++j) {
+            y[out + 8 * j] = bf16_bits(rows[j] + (HAS_SHARED ? bf16_value(shared[out + 8 * j]) : 0.f));
+        }
     }
 }

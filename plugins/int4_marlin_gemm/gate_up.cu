@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const Block block = blocks[unit / N_TILES];
         if (threadIdx.x < 8 * block.count()) {
             float4 sum = sums[threadIdx.x];
-#pragma unroll
+#pragma unroll 2
             for (int i = 1; i < WARPS; ++i) sum = add(sum, sums[i * PARTIAL + threadIdx.x]);
             const int route = sorted_routes[block.first + threadIdx.x / 8];
             u16* out = y + (u64)route * OUTPUTS + 16 * (unit % N_TILES) + threadIdx.x % 8;
@@ -100,5 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         unit += gridDim.x;
         now = next;
     }
-    if (blockIdx.x == gridDim.x - 1) clear_absent_routes<ROUTES, OUTPUTS, THREADS>(sorted_routes, expert_offsets[EXPERTS], y, (u32*)memory);
+    if (blockIdx.x == gridDim.x - 1) {
+        clear_absent_routes<ROUTES, OUTPUTS, THREADS>(sorted_routes, expert_offsets[EXPERTS], y, (u32*)memory);
+    }
 }

@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     list_routes(const u16*, const u16*, const float*, const int*, float*, int* expert_offsets, int* sorted_routes,
                 const int* route_experts, const float*) {
     DYNAMIC_SHARED(memory);
-    int* lower = (int*)memory;    // [WARPS]: routes of lower experts
+    int* lower = (int*)memory;   // [WARPS]: routes of lower experts
     int* equal = lower + WARPS;   // [WARPS]: routes of this expert
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x;
     const int begin = warp * STRETCH, end = begin + STRETCH < ROUTES ? begin + STRETCH : ROUTES;

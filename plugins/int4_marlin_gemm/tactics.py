@@ -1,0 +1,182 @@
+"""CUDA tactics of `int4_marlin_gemm`: `gate_up.cu` and `down.cu` for few tokens, `prefill.cu` for many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plugins.core.cuda import ARCHS, MULTIPROCESSORS, divisor
+from plugins.core.plugin import Attrs, Launch, Tactic
+from plugins.core.spec import TensorSpec
+from plugins.int4_marlin_gemm.pack import TILE
+
+MOST_DECODE_TOKENS = 128
+BLOCK_TOKENS = 8  # of a unit of work in the kernels for few tokens
+PREFILL_TOKENS = 64  # the same for many
+MOST_DEPTH = 8  # tiles in flight a warp: 48 registers
+SCRATCH = 4 * 33
+BLOCK_BYTES = 8  # of an entry in the kernels' list of blocks
+MOST_EXPERTS = 1 << 16
+Inputs = Sequence[TensorSpec | None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a node; weights in tiles of 32 x 32."""
+
+    down: bool
+    tokens: int
+    top_k: int
+    experts: int
+    tile_rows: int
+    tile_columns: int
+    has_shared: bool = False
+
+    @staticmethod
+    def of(attrs: Attrs, inputs: Inputs) -> Shape:
+        weight, routes = inputs[1], inputs[3]
+        assert weight is not None and routes is not None  # `infer` has checked the operands
+        experts, rows, columns, _ = weight.shape
+        shared = len(inputs) > 5 and inputs[5] is not None
+        top_k = attrs["top_k"]
+        return Shape(attrs["stage"] == "down", routes.numel // top_k, top_k, experts, rows, columns, shared)
+
+    @property
+    def routes(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def constants(self) -> tuple[tuple[str, int], ...]:
+        return (
+            ("EXPERTS", self.experts),
+            ("TOP_K", self.top_k),
+            ("TOKENS", self.tokens),
+            ("K_TILES", self.tile_columns),
+            ("N_TILES", self.tile_rows),
+        )
+
+    @property
+    def most_blocks(self) -> int:
+        """Entries of the list of blocks of `BLOCK_TOKENS` routes."""
+        return min(self.routes, self.experts + self.routes // BLOCK_TOKENS)
+
+
+def gate_up_launch(shape: Shape, arch: str, most_warps: int = 14, blocks_per_sm: int = 1) -> Launch:
+    """14 warps with 8 tiles each: 64 KB in flight on a multiprocessor, and 224 tiles (K 7168) divide evenly."""
+    warps = divisor(shape.tile_columns, most_warps)
+    tiles = shape.tile_columns // warps
+    depth = divisor(tiles, MOST_DEPTH)
+    constants = (
+        ("WARPS", warps),
+        ("SLICE", tiles),
+        ("DEPTH", depth),
+        ("X_DEPTH", divisor(depth, 2)),
+        ("MIN_BLOCKS", blocks_per_sm),
+    )
+    units = shape.most_blocks * shape.tile_rows
+    return Launch(
+        "int4_marlin_gemm/gate_up.cu",
+        "gate_up",
+        shape.constants + constants,
+        grid=(min(units, blocks_per_sm * MULTIPROCESSORS[arch]), 1, 1),
+        block=(32 * warps, 1, 1),
+        smem=max(2 * warps * 1024 + shape.most_blocks * BLOCK_BYTES + SCRATCH, -(-shape.routes // 32) * 4),
+    )
+
+
+def down_launch(shape: Shape, arch: str, warps: int | None = None, blocks_per_sm: int | None = None) -> Launch:
+    """A block for every 32 outputs. Each warp has 128 bytes of sums a token: fewer warps where there are many."""
+    if warps is None:
+        budget = (64 if arch == "sm_90a" else 32) << 10  # lets 3 blocks share a multiprocessor
+        warps = next(w for w in (8, 4, 2, 1) if w * shape.tokens * 128 <= budget)
+    depth = divisor(shape.tile_columns, MOST_DEPTH)
+    constants = (
+        ("WARPS", warps),
+        ("DEPTH", depth),
+        ("X_DEPTH", divisor(depth, 4)),
+        ("MIN_BLOCKS", blocks_per_sm or (2 if warps == 8 else 3)),
+        ("HAS_SHARED", int(shape.has_shared)),
+    )
+    return Launch(
+        "int4_marlin_gemm/down.cu",
+        "down",
+        shape.constants + constants,
+        grid=(shape.tile_rows, 1, 1),
+        block=(32 * warps, 1, 1),
+        smem=warps * shape.tokens * 128 + shape.most_blocks * BLOCK_BYTES + SCRATCH,
+    )
+
+
+def prefill_launch(shape: Shape, arch: str) -> Launch:
+    """2 blocks of 8 warps on every multiprocessor, whatever the routes turn out to be."""
+    outputs = 32 if shape.down else 16
+    results = PREFILL_TOKENS * (8 * outputs + 8) * 2
+    blocks = shape.experts + shape.routes // PREFILL_TOKENS
+    constants = (("DOWN", int(shape.down)), ("DEPTH", divisor(shape.tile_columns, 2)), ("MIN_BLOCKS", 2))
+    return Launch(
+        "int4_marlin_gemm/prefill.cu",
+        "prefill",
+        shape.constants + constants,
+        grid=(2 * MULTIPROCESSORS[arch], 1, 1),
+        block=(256, 1, 1),
+        smem=2 * PREFILL_TOKENS * 64 + results + blocks * BLOCK_BYTES + SCRATCH,
+    )
+
+
+def combine_launch(shape: Shape) -> Launch:
+    """A thread for every 8 outputs."""
+    threads = 256
+    constants = (
+        ("TOP_K", shape.top_k),
+        ("TOKENS", shape.tokens),
+        ("N_TILES", shape.tile_rows),
+        ("HAS_SHARED", int(shape.has_shared)),
+    )
+    pieces = shape.tokens * shape.tile_rows * TILE // 8
+    grid = (-(-pieces // threads), 1, 1)
+    return Launch("int4_marlin_gemm/combine.cu", "combine", constants, grid, block=(threads, 1, 1))
+
+
+def _decode(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
+    shape = Shape.of(attrs, inputs)
+    return (down_launch(shape, arch) if shape.down else gate_up_launch(shape, arch),)
+
+
+def _prefill(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
+    shape = Shape.of(attrs, inputs)
+    launch = prefill_launch(shape, arch)
+    return (launch, combine_launch(shape)) if shape.down else (launch,)
+
+
+def _prefill_workspace(attrs: Attrs, inputs: Inputs) -> int:
+    """Down: a bfloat16 result for every route."""
+    shape = Shape.of(attrs, inputs)
+    return shape.routes * shape.tile_rows * TILE * 2 if shape.down else 0
+
+
+def _refuses(attrs: Attrs, inputs: Inputs) -> str | None:
+    x = inputs[0]
+    if x is None or x.dtype != "bfloat16":
+        return f"takes bfloat16 activations, found {x}"
+    experts = Shape.of(attrs, inputs).experts
+    return None if experts < MOST_EXPERTS else f"takes fewer than {MOST_EXPERTS} experts, found {experts}"
+
+
+def _decode_refuses(attrs: Attrs, inputs: Inputs) -> str | None:
+    tokens = Shape.of(attrs, inputs).tokens
+    if tokens > MOST_DECODE_TOKENS:
+        return f"takes up to {MOST_DECODE_TOKENS} tokens, found {tokens}"
+    return _refuses(attrs, inputs)
+
+
+def _prefill_refuses(attrs: Attrs, inputs: Inputs) -> str | None:
+    columns = Shape.of(attrs, inputs).tile_columns
+    if columns < 2:
+        return f"takes weights of 64 columns or more, found {columns * TILE}"
+    return _refuses(attrs, inputs)
+
+
+TACTICS = (
+    Tactic("decode", ARCHS, _decode_refuses, launches=_decode),
+    Tactic("prefill", ARCHS, _prefill_refuses, _prefill_workspace, _prefill),
+)
