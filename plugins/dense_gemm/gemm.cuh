@@ -60,23 +60,23 @@ __device__ __forceinline__ void gemm_block(const u16* x, const u16* weight, void
     const int rank = blockIdx.x, first_token = 8 * TOKEN_TILES * blockIdx.y, first_tile = ROW_TILES * blockIdx.z;
     const int column = 32 * SLICE * (rank * K_WARPS + k_warp) + 8 * t;
 
-    const u16* rows[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int row = 32 * (first_tile + row_tile) + 8 * i + g;
-        rows[i] = weight + (u64)(row < N ? row : N - 1) * K + column;  // rows past the end are computed, not stored
-    }
+    const int first_row = 32 * (first_tile + row_tile) + g;
+    const u16* lane_weight = weight + (u64)first_row * K + column;
+    const u16* lane_x = x + (u64)(first_token + g) * K + column;
     auto load_tile = [&](int tile) {
         Tile loaded;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) loaded.rows[i] = load_weights16(rows[i] + 32 * tile);
+        for (int i = 0; i < 4; ++i) {
+            // rows past the end are computed from the last one, and not stored
+            const int row = N % (32 * ROW_TILES) == 0 ? 8 * i : min(8 * i, N - 1 - first_row);
+            loaded.rows[i] = load_weights16(lane_weight + (i64)row * K + 32 * tile);
+        }
         return loaded;
     };
     auto load_x = [&](uint4(&to)[TOKEN_TILES], int tile) {
 #pragma unroll
         for (int i = 0; i < TOKEN_TILES; ++i) {
-            const int token = first_token + 8 * i + g;
-            to[i] = load_activations16(x + (u64)token * K + column + 32 * tile, token < TOKENS);
+            to[i] = load_activations16(lane_x + 8 * i * K + 32 * tile, first_token + 8 * i + g < TOKENS);
         }
     };
     Tile tiles[DEPTH];
@@ -89,6 +89,9 @@ __device__ __forceinline__ void gemm_block(const u16* x, const u16* weight, void
     for (int i = 0; i < X_DEPTH - 1; ++i) load_x(activations[i], i);
 
     float acc[TOKEN_TILES][8] = {};
+#if SLICE > DEPTH
+#pragma unroll 1
+#endif
     for (int start = 0; start < SLICE; start += UNROLL) {
 #pragma unroll
         for (int i = 0; i < UNROLL; ++i) {
@@ -111,6 +114,7 @@ __device__ __forceinline__ void gemm_block(const u16* x, const u16* weight, void
     auto finish = [&](int i, float4 sum) {
         store(y, first_token + i / 8 % (8 * TOKEN_TILES), first_tile + i / (64 * TOKEN_TILES), i % 8, sum);
     };
+#pragma unroll 1
     for (int i = threadIdx.x; i < SUMS; i += THREADS) {
         float4 sum = sums[i];
 #pragma unroll
@@ -123,6 +127,7 @@ __device__ __forceinline__ void gemm_block(const u16* x, const u16* weight, void
     }
     if (CLUSTER == 1) return;
     cluster_sync();
+#pragma unroll 1
     for (int i = rank * (SUMS / CLUSTER) + threadIdx.x; i < (rank + 1) * (SUMS / CLUSTER); i += THREADS) {
         float4 sum = load_cluster16(sums + i, 0);
 #pragma unroll

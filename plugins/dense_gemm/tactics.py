@@ -35,7 +35,7 @@ def choose_cut(tokens: int, rows: int, tile_columns: int, arch: str) -> Cut:
     """
     token_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= tokens or t == 8)
     if tokens > MOST_DECODE_TOKENS:
-        return Cut(8, token_tiles, 1, 1, divisor(tile_columns, 2), 1)
+        return Cut(8, token_tiles, 1, 1, 1, 1)
     row_tiles = 1 if token_tiles <= 2 or rows < 64 * TILE else 2
     blocks = -(-rows // (row_tiles * TILE))
     cluster = 1
@@ -70,7 +70,7 @@ def gemm_launch(
         ("SLICE", tile_columns // cut.cluster // cut.k_warps),
         ("DEPTH", cut.depth),
         ("X_DEPTH", cut.x_depth),
-        ("MIN_BLOCKS", max(1, min(2, 16 // (cut.row_tiles * cut.k_warps)))),
+        ("MIN_BLOCKS", 1 if cut.token_tiles == 8 and cut.depth > 1 else 2),  # registers: 64 sums, 16 a tile in flight
         ("SILU_MUL", int(silu_mul)),
         ("OUT_FLOAT32", int(out_float32)),
     )

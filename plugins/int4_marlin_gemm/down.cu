@@ -107,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         now = next;
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < TOKENS * 8; i += THREADS) {
         const int token = i / 8, row = i % 8, at = place(token, row);
         float4 sum = sums[at];

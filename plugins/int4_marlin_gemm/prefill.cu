@@ -24,8 +24,8 @@ static_assert(K_TILES % DEPTH == 0 && K_TILES >= 2, "a tile row must fill the ri
 static_assert(THREADS == STEP_WORDS, "a thread fetches one uint4 a step");
 
 struct Work {
-    const u8* weights;
-    const u16* x;  // the 8 columns that this thread fetches for all
+    u32 tile;      // first tile of the warp's tile row
+    u32 row;       // of x: the row that this thread fetches from for all
     bool fetches;
 };
 
@@ -45,20 +45,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int units = GROUPS * list_blocks<MOST_TOKENS, THREADS>(expert_offsets, blocks, scratch);
 
     auto locate = [&](int unit) {
-        Work work = {weight, x, false};
+        Work work = {0, 0, false};
         if (unit < units) {
             const Block block = blocks[unit / GROUPS];
             const int tile_row = min(unit % GROUPS * WARPS + warp, N_TILES - 1);  // past the end: not stored
-            work.weights = weight + ((u64)block.expert() * N_TILES + tile_row) * K_TILES * TILE_BYTES;
+            work.tile = ((u32)block.expert() * N_TILES + tile_row) * K_TILES;
             const int token = threadIdx.x / 4;
             work.fetches = token < block.count();
             const int route = work.fetches ? sorted_routes[block.first + token] : 0;
-            work.x = x + (u64)(DOWN ? route : route / TOP_K) * K + 8 * (threadIdx.x % 4);
+            work.row = DOWN ? route : route / TOP_K;
         }
         return work;
     };
-    auto put = [&](int step, uint4 columns) {
-        const Columns ordered = columns_of(columns);
+    auto tile_of = [&](const Work& work, int i) {
+        return load_tile(weight + (u64)(work.tile + i) * TILE_BYTES, lane);
+    };
+    auto columns = [&](const Work& work, int i) {
+        return load_activations16(x + (u64)work.row * K + 8 * (threadIdx.x % 4) + 32 * i, work.fetches);
+    };
+    auto put = [&](int step, uint4 fetched) {
+        const Columns ordered = columns_of(fetched);
         steps[step % 2 * STEP_WORDS + threadIdx.x] =
             make_uint4(ordered.pair[0], ordered.pair[1], ordered.pair[2], ordered.pair[3]);
     };
@@ -68,31 +74,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Tile tiles[DEPTH];
     if (unit < units) {
 #pragma unroll
-        for (int i = 0; i < DEPTH; ++i) tiles[i] = load_tile(now.weights + i * TILE_BYTES, lane);
+        for (int i = 0; i < DEPTH; ++i) tiles[i] = tile_of(now, i);
     }
     // one step ahead in shared memory, another in a register
-    put(0, load_activations16(now.x, now.fetches));
-    uint4 fetched = load_activations16(now.x + 32, now.fetches);
+    put(0, columns(now, 0));
+    uint4 fetched = columns(now, 1);
 
     for (int step = 0; unit < units; unit += gridDim.x) {
         const bool more = unit + gridDim.x < units;
         const Work next = locate(unit + gridDim.x);
         const Block block = blocks[unit / GROUPS];
         float acc[MOST_TOKENS / 8][8] = {};
+#if K_TILES > DEPTH
+#pragma unroll 1
+#endif
         for (int start = 0; start < K_TILES; start += DEPTH) {
 #pragma unroll
             for (int i = 0; i < DEPTH; ++i, ++step) {
                 __syncthreads();  // this step's activations are there, and nobody reads those of the last step
                 put(step + 1, fetched);
                 const int two_ahead = start + i + 2;
-                fetched = two_ahead < K_TILES ? load_activations16(now.x + 32 * two_ahead, now.fetches)
-                                              : load_activations16(next.x + 32 * (two_ahead - K_TILES), next.fetches);
+                fetched = two_ahead < K_TILES ? columns(now, two_ahead) : columns(next, two_ahead - K_TILES);
                 multiply_many(acc, tiles[i], steps + step % 2 * STEP_WORDS, block.count(), g, t);
                 const int ahead = start + i + DEPTH;
                 if (ahead < K_TILES) {
-                    tiles[i] = load_tile(now.weights + ahead * TILE_BYTES, lane);
+                    tiles[i] = tile_of(now, ahead);
                 } else if (more) {
-                    tiles[i] = load_tile(next.weights + (ahead - K_TILES) * TILE_BYTES, lane);
+                    tiles[i] = tile_of(next, ahead - K_TILES);
                 }
             }
         }

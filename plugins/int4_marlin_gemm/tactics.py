@@ -108,16 +108,19 @@ def down_launch(shape: Shape, arch: str, warps: int | None = None, blocks_per_sm
 
 
 def prefill_launch(shape: Shape, arch: str) -> Launch:
-    """2 blocks of 8 warps on every multiprocessor, whatever the routes turn out to be."""
+    """2 blocks of 8 warps on every multiprocessor, whatever the routes turn out to be; 1 where a tile row is so short
+    that finding the next one takes the registers of the second.
+    """
+    blocks_per_sm = 2 if shape.tile_columns >= 8 else 1
     outputs = 32 if shape.down else 16
     results = PREFILL_TOKENS * (8 * outputs + 8) * 2
     blocks = shape.experts + shape.routes // PREFILL_TOKENS
-    constants = (("DOWN", int(shape.down)), ("DEPTH", divisor(shape.tile_columns, 2)), ("MIN_BLOCKS", 2))
+    constants = (("DOWN", int(shape.down)), ("DEPTH", divisor(shape.tile_columns, 2)), ("MIN_BLOCKS", blocks_per_sm))
     return Launch(
         "int4_marlin_gemm/prefill.cu",
         "prefill",
         shape.constants + constants,
-        grid=(2 * MULTIPROCESSORS[arch], 1, 1),
+        grid=(blocks_per_sm * MULTIPROCESSORS[arch], 1, 1),
         block=(256, 1, 1),
         smem=2 * PREFILL_TOKENS * 64 + results + blocks * BLOCK_BYTES + SCRATCH,
     )

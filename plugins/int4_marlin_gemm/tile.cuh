@@ -74,22 +74,19 @@ __device__ __forceinline__ void multiply_many(float (&acc)[8][8], const Tile& ti
         for (int i = 0; i < 4; ++i) weights[row][i] = bf16x2_sub(nibbles(words[row], i), PLUS_136);
     }
 #pragma unroll
-    for (int start = 0; start < 8; start += 2) {  // two at a time: four independent chains of products
-        if (8 * start >= tokens) break;
+    for (int i = 0; i < 8; ++i) {
+        if (8 * i >= tokens) break;
+        const uint4 x = activations[4 * (8 * i + g) + t];
 #pragma unroll
-        for (int i = start; i < start + 2; ++i) {
-            const uint4 x = activations[4 * (8 * i + g) + t];
+        for (int half = 0; half < 2; ++half) {
+            const u32(&upper)[4] = weights[2 * half];
+            const u32(&lower)[4] = weights[2 * half + 1];
+            const float zero[4] = {0.f, 0.f, 0.f, 0.f};
+            float sum[4];
+            mma_16x8x16(sum, upper[0], lower[0], upper[1], lower[1], x.x, x.y, zero);
+            mma_16x8x16(sum, upper[2], lower[2], upper[3], lower[3], x.z, x.w, sum);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const u32(&upper)[4] = weights[2 * half];
-                const u32(&lower)[4] = weights[2 * half + 1];
-                const float zero[4] = {0.f, 0.f, 0.f, 0.f};
-                float sum[4];
-                mma_16x8x16(sum, upper[0], lower[0], upper[1], lower[1], x.x, x.y, zero);
-                mma_16x8x16(sum, upper[2], lower[2], upper[3], lower[3], x.z, x.w, sum);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) acc[i][4 * half + j] += scale[2 * half + j / 2] * sum[j];
-            }
+            for (int j = 0; j < 4; ++j) acc[i][4 * half + j] += scale[2 * half + j / 2] * sum[j];
         }
     }
 }
