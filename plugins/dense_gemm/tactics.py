@@ -45,7 +45,7 @@ def choose_cut(tokens: int, rows: int, tile_columns: int, arch: str) -> Cut:
     k_warps = divisor(tile_columns // cluster, 8 // row_tiles)
     tiles = tile_columns // cluster // k_warps
     depth = divisor(tiles, 4 if token_tiles <= 4 else 2)
-    return Cut(row_tiles, token_tiles, k_warps, cluster, depth, divisor(depth, 2 if token_tiles <= 4 else 1))
+    return Cut(row_tiles, token_tiles, k_warps, cluster, depth, divisor(depth, 2 if token_tiles <= 2 else 1))
 
 
 def gemm_launch(
