@@ -80,7 +80,7 @@ class Tactic:
 
     `workspace` is scratch in bytes, placed in the arena for the time of the step. `launches(attrs, inputs, arch)` are
     the kernels of a step, started in this order; None for the reference. Each gets the same arguments: the addresses of
-    the inputs, of the outputs (0 where absent), and of the workspace where there is one.
+    all inputs, all outputs and the workspace, 0 for what is absent.
     """
 
     name: str

@@ -67,7 +67,7 @@ class Operator:
 
     def start(self) -> None:
         """Start the kernels on torch's current stream, on the operands given at the start."""
-        operands = [*self.inputs, *self.outputs, *([] if self.workspace is None else [self.workspace])]
+        operands = [*self.inputs, *self.outputs, self.workspace]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
         stream = torch.cuda.current_stream().cuda_stream
         for kernel in self.kernels:
