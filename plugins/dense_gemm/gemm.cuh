@@ -1,12 +1,13 @@
 // y = x W^T for bf16 x [TOKENS, K] and W [N, K], the weights read once per 8 TOKEN_TILES tokens.
 //
 // Constants: TOKENS, N, K_TILES (of 32 columns); ROW_TILES (of 32 rows, of a block), TOKEN_TILES (of 8 tokens, of a
-// block), K_WARPS and CLUSTER (K is cut into CLUSTER x K_WARPS parts of SLICE tiles), DEPTH (tiles a warp has in
-// flight), X_DEPTH, MIN_BLOCKS; SILU_MUL, OUT_FLOAT32.
+// block), K_WARPS and CLUSTER (K is cut into CLUSTER x K_WARPS parts of SLICE tiles), STAGES (tiles a warp has in
+// flight), MIN_BLOCKS; SILU_MUL, OUT_FLOAT32.
 //
-// Weights are the 16-row operand of mma.sync and go from global memory to registers. The first DEPTH tiles are on
-// their way before the kernel waits for its predecessor. Sums of the parts of K meet in shared memory, first of the
-// block's warps, then of the cluster's blocks, always in the same order.
+// Weights are the 16-row operand of mma.sync. Every lane copies what it will itself multiply, 16 bytes at a time, to
+// its own places in shared memory, so the ring needs no barrier. The first weights are on their way before the kernel
+// waits for its predecessor. Sums of the parts of K meet in shared memory, first of the block's warps, then of the
+// cluster's blocks, always in the same order.
 #pragma once
 #include "ptx.cuh"
 
@@ -14,8 +15,8 @@ constexpr int WARPS = ROW_TILES * K_WARPS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int K = 32 * K_TILES;
 constexpr int SUMS = ROW_TILES * TOKEN_TILES * 64;  // float4s of a part of K: [row tile][token][g]
-constexpr int UNROLL = DEPTH % X_DEPTH == 0 ? DEPTH : DEPTH * X_DEPTH;
-static_assert(K_TILES == CLUSTER * K_WARPS * SLICE && SLICE % UNROLL == 0, "the parts of K must be equal");
+constexpr int STAGE = 32 * (4 + TOKEN_TILES);      // uint4s of a warp's tile and its activations: [.][lane]
+static_assert(K_TILES == CLUSTER * K_WARPS * SLICE, "the parts of K must be equal");
 static_assert(SUMS % CLUSTER == 0, "the blocks of a cluster must share the sums evenly");
 
 struct Tile {
@@ -63,45 +64,50 @@ __device__ __forceinline__ void gemm_block(const u16* x, const u16* weight, void
     const int first_row = 32 * (first_tile + row_tile) + g;
     const u16* lane_weight = weight + (u64)first_row * K + column;
     const u16* lane_x = x + (u64)(first_token + g) * K + column;
-    auto load_tile = [&](int tile) {
-        Tile loaded;
+    uint4* ring = (uint4*)memory + warp * STAGES * STAGE + lane;
+    auto copy_tile = [&](int slot, int tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             // rows past the end are computed from the last one, and not stored
             const int row = N % (32 * ROW_TILES) == 0 ? 8 * i : min(8 * i, N - 1 - first_row);
-            loaded.rows[i] = load_weights16(lane_weight + (i64)row * K + 32 * tile);
+            copy16_streamed(ring + slot * STAGE + 32 * i, lane_weight + (i64)row * K + 32 * tile);
         }
-        return loaded;
     };
-    auto load_x = [&](uint4(&to)[TOKEN_TILES], int tile) {
+    auto copy_x = [&](int slot, int tile) {
 #pragma unroll
         for (int i = 0; i < TOKEN_TILES; ++i) {
-            to[i] = load_activations16(lane_x + 8 * i * K + 32 * tile, first_token + 8 * i + g < TOKENS);
+            const bool exists = first_token + 8 * i + g < TOKENS;
+            copy16_or_zero(ring + slot * STAGE + 32 * (4 + i), exists ? lane_x + 8 * i * K + 32 * tile : x, exists);
         }
     };
-    Tile tiles[DEPTH];
-    uint4 activations[X_DEPTH][TOKEN_TILES];
-#pragma unroll
-    for (int i = 0; i < DEPTH; ++i) tiles[i] = load_tile(i);
+#pragma unroll 1
+    for (int i = 0; i < STAGES && i < SLICE; ++i) copy_tile(i, i);
     wait_for_previous_kernel();
     allow_next_kernel();
-#pragma unroll
-    for (int i = 0; i < X_DEPTH - 1; ++i) load_x(activations[i], i);
+#pragma unroll 1
+    for (int i = 0; i < STAGES; ++i) {
+        if (i < SLICE) copy_x(i, i);
+        end_group();
+    }
 
     float acc[TOKEN_TILES][8] = {};
-#if SLICE > DEPTH
+    int slot = 0;
 #pragma unroll 1
-#endif
-    for (int start = 0; start < SLICE; start += UNROLL) {
+    for (int tile = 0; tile < SLICE; ++tile) {
+        copies_left<STAGES - 1>();
+        const uint4* stage = ring + slot * STAGE;
+        const Tile weights = {{stage[0], stage[32], stage[64], stage[96]}};
 #pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-            const int x_ahead = start + i + X_DEPTH - 1, ahead = start + i + DEPTH;
-            if (x_ahead < SLICE) load_x(activations[(i + X_DEPTH - 1) % X_DEPTH], x_ahead);
-#pragma unroll
-            for (int j = 0; j < TOKEN_TILES; ++j) multiply(acc[j], tiles[i % DEPTH], activations[i % X_DEPTH][j]);
-            if (ahead < SLICE) tiles[i % DEPTH] = load_tile(ahead);
+        for (int j = 0; j < TOKEN_TILES; ++j) multiply(acc[j], weights, stage[32 * (4 + j)]);
+        if (tile + STAGES < SLICE) {
+            copy_tile(slot, tile + STAGES);
+            copy_x(slot, tile + STAGES);
         }
+        end_group();
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
+    copies_left<0>();
+    __syncthreads();  // the sums take the place of the rings
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; ++j) {
 #pragma unroll

@@ -23,8 +23,13 @@ class Cut:
     token_tiles: int
     k_warps: int
     cluster: int
-    depth: int
-    x_depth: int
+    stages: int
+
+    @property
+    def smem(self) -> int:
+        """Bytes of a block: the warps' rings, or their sums afterwards."""
+        warps = self.row_tiles * self.k_warps
+        return warps * max(self.stages * 512 * (4 + self.token_tiles), 1024 * self.token_tiles)
 
 
 def choose_cut(tokens: int, rows: int, tile_columns: int, arch: str) -> Cut:
@@ -34,18 +39,16 @@ def choose_cut(tokens: int, rows: int, tile_columns: int, arch: str) -> Cut:
     tokens: 256 rows by 64 tokens a block, K whole.
     """
     token_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= tokens or t == 8)
+    stages = {1: 4, 2: 4, 4: 3, 8: 2}[token_tiles]  # 8 warps: up to 96 KB
     if tokens > MOST_DECODE_TOKENS:
-        return Cut(8, token_tiles, 1, 1, 1, 1)
+        return Cut(8, token_tiles, 1, 1, stages)
     row_tiles = 1 if token_tiles <= 2 or rows < 64 * TILE else 2
     blocks = -(-rows // (row_tiles * TILE))
     cluster = 1
     for candidate in (2, 4, MOST_CLUSTER):
         if tile_columns % candidate == 0 and blocks * cluster < MULTIPROCESSORS[arch]:
             cluster = candidate
-    k_warps = divisor(tile_columns // cluster, 8 // row_tiles)
-    tiles = tile_columns // cluster // k_warps
-    depth = divisor(tiles, 4 if token_tiles <= 4 else 2)
-    return Cut(row_tiles, token_tiles, k_warps, cluster, depth, divisor(depth, 2 if token_tiles <= 2 else 1))
+    return Cut(row_tiles, token_tiles, divisor(tile_columns // cluster, 8 // row_tiles), cluster, stages)
 
 
 def gemm_launch(
@@ -68,9 +71,8 @@ def gemm_launch(
         ("K_WARPS", cut.k_warps),
         ("CLUSTER", cut.cluster),
         ("SLICE", tile_columns // cut.cluster // cut.k_warps),
-        ("DEPTH", cut.depth),
-        ("X_DEPTH", cut.x_depth),
-        ("MIN_BLOCKS", 1 if cut.token_tiles == 8 and cut.depth > 1 else 2),  # registers: 64 sums, 16 a tile in flight
+        ("STAGES", cut.stages),
+        ("MIN_BLOCKS", 2),
         ("SILU_MUL", int(silu_mul)),
         ("OUT_FLOAT32", int(out_float32)),
     )
@@ -80,7 +82,7 @@ def gemm_launch(
         grid=(cut.cluster, -(-tokens // (8 * cut.token_tiles)), -(-rows // (TILE * cut.row_tiles))),
         block=(32 * cut.row_tiles * cut.k_warps, 1, 1),
         cluster=(cut.cluster, 1, 1),
-        smem=cut.k_warps * cut.row_tiles * cut.token_tiles * 1024,
+        smem=cut.smem,
     )
 
 

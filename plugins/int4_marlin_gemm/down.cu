@@ -1,27 +1,26 @@
 // Routed experts, second stage, for few tokens: y[t] = sum over t's routes of weight * (W2 x[route]) + shared[t].
 //
-// Constants: EXPERTS, TOP_K, TOKENS; K_TILES, N_TILES; WARPS, DEPTH, X_DEPTH, MIN_BLOCKS; HAS_SHARED.
+// Constants: EXPERTS, TOP_K, TOKENS; K_TILES, N_TILES; WARPS, STAGES, STAGE_TILES (see ring.cuh), MIN_BLOCKS; SUM, HAS_SHARED.
 //
 // A block owns 32 output rows for all tokens. Its warps take the experts in turn and add what they find to sums of
 // their own in shared memory (float32, [token][row]); these meet at the end, in the order of the warps. So every sum
-// has a fixed order, no expert waits for another, and the stream of weights runs on from expert to expert.
+// has a fixed order, no expert waits for another, and the stream of weights runs on from expert to expert. Where the
+// sums of many tokens would leave room for too few warps (SUM 0), each route's result goes to `workspace`
+// (float32 [route, N]) instead, and combine.cu adds them up.
 #include "experts.cuh"
-#include "tile.cuh"
+#include "ring.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int K = 32 * K_TILES;
 constexpr int N = 32 * N_TILES;
 constexpr int ROUTES = TOKENS * TOP_K;
 constexpr int MOST_BLOCKS = ROUTES < EXPERTS + ROUTES / 8 ? ROUTES : EXPERTS + ROUTES / 8;
-constexpr int UNROLL = DEPTH % X_DEPTH == 0 ? DEPTH : DEPTH * X_DEPTH;
-static_assert(K_TILES % UNROLL == 0, "an expert's tiles must fill the ring evenly");
+constexpr int PIECES = K_TILES / STAGE_TILES;
+static_assert(K_TILES % STAGE_TILES == 0, "an expert's pieces must be equal");
 
 struct Work {
-    const u8* weights;
-    const u16* x;  // the lane's 8 columns of its route
-    bool has_route;
-    int token[2];  // of the lane's two columns of sums, -1 for none
-    float factor[2];
+    const u16* x;   // the lane's 8 columns of its route
+    int route[2];   // of the lane's two columns of sums, -1 for none
 };
 
 // Place of the four rows g, g + 8, g + 16, g + 24 of `token`; the order of g keeps lanes off each other's banks.
@@ -29,83 +28,104 @@ __device__ __forceinline__ int place(int token, int g) { return 8 * token + (g ^
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     down(const u16* x, const u8* weight, const int* expert_offsets, const int* sorted_routes,
-         const float* route_weights, const u16* shared, u16* y) {
+         const float* route_weights, const u16* shared, u16* y, float* workspace) {
     DYNAMIC_SHARED(memory);
-    float4* sums = (float4*)memory;  // [WARPS][TOKENS][8]
-    Block* blocks = (Block*)(sums + WARPS * TOKENS * 8);
+    float4* sums = (float4*)(memory + RING_BYTES);  // [WARPS][TOKENS][8]
+    Block* blocks = (Block*)(sums + (SUM ? WARPS * TOKENS * 8 : 0));
     int* scratch = (int*)(blocks + MOST_BLOCKS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int tile_row = blockIdx.x;
     float4* own = sums + warp * TOKENS * 8;
-    for (int i = lane; i < TOKENS * 8; i += 32) own[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    Ring ring(memory, warp, lane);
+    for (int i = lane; SUM && i < TOKENS * 8; i += 32) own[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 
     wait_for_previous_kernel();
     allow_next_kernel();
     const int count = list_blocks<8, THREADS>(expert_offsets, blocks, scratch);
 
+    // what the ring asks for next: the pieces of expert after expert
+    int ahead = warp, pieces_left = PIECES;
+    auto first_piece = [&](int index) {
+        return weight + ((u64)blocks[index].expert() * N_TILES + tile_row) * K_TILES * TILE_BYTES;
+    };
+    const u8* from = ahead < count ? first_piece(ahead) : weight;
+    auto request = [&] {
+        if (ahead >= count) return;
+        ring.request(from, lane);
+        from += STAGE_BYTES;
+        if (--pieces_left == 0) {
+            pieces_left = PIECES;
+            ahead += WARPS;
+            if (ahead < count) from = first_piece(ahead);
+        }
+    };
     auto locate = [&](int index) {
-        Work work = {weight, x, false, {-1, -1}, {0.f, 0.f}};
+        Work work = {x, {-1, -1}};
         if (index < count) {
             const Block block = blocks[index];
-            work.weights = weight + ((u64)block.expert() * N_TILES + tile_row) * K_TILES * TILE_BYTES;
-            work.has_route = g < block.count();
-            work.x = x + (u64)(work.has_route ? sorted_routes[block.first + g] : 0) * K + 8 * t;
+            const int* routes = sorted_routes + block.first;
+            // past the last route the columns of the last: that column of the product is not used
+            work.x = x + (u64)routes[min(g, block.count() - 1)] * K + 8 * t;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (2 * t + i < block.count()) {
-                    const int route = sorted_routes[block.first + 2 * t + i];
-                    work.token[i] = route / TOP_K;
-                    work.factor[i] = route_weights[route];
-                }
+                if (2 * t + i < block.count()) work.route[i] = routes[2 * t + i];
             }
         }
         return work;
     };
 
     int index = warp;
-    Work now = locate(index);
-    Tile tiles[DEPTH];
-    uint4 activations[X_DEPTH];
-    if (index < count) {
-#pragma unroll
-        for (int i = 0; i < DEPTH; ++i) tiles[i] = load_tile(now.weights + i * TILE_BYTES, lane);
+#pragma unroll 1
+    for (int i = 0; i < STAGES; ++i) {
+        request();
+        ring.advance();
     }
+    ring.parity = 0;  // back at the first piece, to read it
+    Work now = locate(index);
+    uint4 fetched[STAGE_TILES];
 #pragma unroll
-    for (int i = 0; i < X_DEPTH; ++i) activations[i] = load_activations16(now.x + 32 * i, now.has_route);
+    for (int i = 0; i < STAGE_TILES; ++i) fetched[i] = load_activations16(now.x + 32 * i);
 
     while (index < count) {
-        const bool more = index + WARPS < count;
         const Work next = locate(index + WARPS);
+        const u16* columns_from = now.x;
         float acc[8] = {};
-        for (int start = 0; start < K_TILES; start += UNROLL) {
+#pragma unroll 1
+        for (int piece = 0; piece < PIECES; ++piece) {
+            columns_from = piece + 1 == PIECES ? next.x : columns_from + 32 * STAGE_TILES;
+            Columns columns[STAGE_TILES];
 #pragma unroll
-            for (int i = 0; i < UNROLL; ++i) {
-                multiply_tile(acc, tiles[i % DEPTH], columns_of(activations[i % X_DEPTH]));
-                const int ahead = start + i + DEPTH, x_ahead = start + i + X_DEPTH;
-                if (ahead < K_TILES) {
-                    tiles[i % DEPTH] = load_tile(now.weights + ahead * TILE_BYTES, lane);
-                } else if (more) {
-                    tiles[i % DEPTH] = load_tile(next.weights + (ahead - K_TILES) * TILE_BYTES, lane);
-                }
-                if (x_ahead < K_TILES) {
-                    activations[i % X_DEPTH] = load_activations16(now.x + 32 * x_ahead, now.has_route);
-                } else {
-                    activations[i % X_DEPTH] = load_activations16(next.x + 32 * (x_ahead - K_TILES), next.has_route);
-                }
+            for (int i = 0; i < STAGE_TILES; ++i) {
+                columns[i] = columns_of(fetched[i]);
+                fetched[i] = load_activations16(columns_from + 32 * i);
             }
+            const u8* tiles = ring.wait();
+#pragma unroll
+            for (int i = 0; i < STAGE_TILES; ++i) {
+                multiply_tile(acc, read_tile(tiles + i * TILE_BYTES, lane), columns[i]);
+            }
+            __syncwarp();  // all lanes have read the piece
+            request();
+            ring.advance();
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (now.token[i] >= 0) {
-                float4* sum = own + place(now.token[i], g);
-                const float4 rows = rows_of(acc, i);
-                const float f = now.factor[i];
+            const int route = now.route[i];
+            if (route < 0) continue;
+            const float4 rows = rows_of(acc, i);
+            if (SUM) {
+                const float f = route_weights[route];
+                float4* sum = own + place(route / TOP_K, g);
                 *sum = add(*sum, make_float4(f * rows.x, f * rows.y, f * rows.z, f * rows.w));
+            } else {
+                float* out = workspace + (u64)route * N + 32 * tile_row + g;
+                out[0] = rows.x, out[8] = rows.y, out[16] = rows.z, out[24] = rows.w;
             }
         }
         index += WARPS;
         now = next;
     }
+    if (!SUM) return;
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < TOKENS * 8; i += THREADS) {

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from plugins.core.cuda import ARCHS, MULTIPROCESSORS, divisor
 from plugins.core.plugin import Attrs, Launch, Tactic
 from plugins.core.spec import TensorSpec
-from plugins.int4_marlin_gemm.pack import TILE
+from plugins.int4_marlin_gemm.pack import TILE, TILE_BYTES
 
 MOST_DECODE_TOKENS = 128
+MOST_IN_PLACE = 64  # tokens whose sums the blocks of the second stage keep in shared memory
 BLOCK_TOKENS = 8  # of a unit of work in the kernels for few tokens
 PREFILL_TOKENS = 64  # the same for many
-MOST_DEPTH = 8  # tiles in flight a warp: 48 registers
 SCRATCH = 4 * 33
 BLOCK_BYTES = 8  # of an entry in the kernels' list of blocks
 MOST_EXPERTS = 1 << 16
@@ -61,49 +61,58 @@ class Shape:
         return min(self.routes, self.experts + self.routes // BLOCK_TOKENS)
 
 
-def gate_up_launch(shape: Shape, arch: str, most_warps: int = 14, blocks_per_sm: int = 1) -> Launch:
-    """14 warps with 8 tiles each: 64 KB in flight on a multiprocessor, and 224 tiles (K 7168) divide evenly."""
+def _ring(warps: int, stages: int, stage_tiles: int) -> int:
+    """Bytes of shared memory: tiles and barriers."""
+    return warps * stages * (stage_tiles * TILE_BYTES + 8)
+
+
+def gate_up_launch(
+    shape: Shape, arch: str, most_warps: int = 8, blocks_per_sm: int = 2, stages: int = 3, most_stage: int = 4
+) -> Launch:
+    """A block for every 32 rows of an expert, in turn; its warps split K, 28 tiles each where K is 7168."""
     warps = divisor(shape.tile_columns, most_warps)
     tiles = shape.tile_columns // warps
-    depth = divisor(tiles, MOST_DEPTH)
+    stage_tiles = divisor(tiles, most_stage)
     constants = (
         ("WARPS", warps),
         ("SLICE", tiles),
-        ("DEPTH", depth),
-        ("X_DEPTH", divisor(depth, 2)),
+        ("STAGES", stages),
+        ("STAGE_TILES", stage_tiles),
         ("MIN_BLOCKS", blocks_per_sm),
     )
     units = shape.most_blocks * shape.tile_rows
+    smem = _ring(warps, stages, stage_tiles) + 2 * warps * 1024 + shape.most_blocks * BLOCK_BYTES + SCRATCH
     return Launch(
         "int4_marlin_gemm/gate_up.cu",
         "gate_up",
         shape.constants + constants,
         grid=(min(units, blocks_per_sm * MULTIPROCESSORS[arch]), 1, 1),
         block=(32 * warps, 1, 1),
-        smem=max(2 * warps * 1024 + shape.most_blocks * BLOCK_BYTES + SCRATCH, -(-shape.routes // 32) * 4),
+        smem=smem,
     )
 
 
-def down_launch(shape: Shape, arch: str, warps: int | None = None, blocks_per_sm: int | None = None) -> Launch:
-    """A block for every 32 outputs. Each warp has 128 bytes of sums a token: fewer warps where there are many."""
-    if warps is None:
-        budget = (64 if arch == "sm_90a" else 32) << 10  # lets 3 blocks share a multiprocessor
-        warps = next(w for w in (8, 4, 2, 1) if w * shape.tokens * 128 <= budget)
-    depth = divisor(shape.tile_columns, MOST_DEPTH)
+def down_launch(
+    shape: Shape, warps: int = 8, blocks_per_sm: int = 2, stages: int = 3, most_stage: int = 4, in_place: bool = True
+) -> Launch:
+    """A block for every 32 outputs. `in_place`: each warp has 128 bytes of sums a token in shared memory."""
+    stage_tiles = divisor(shape.tile_columns, most_stage)
     constants = (
         ("WARPS", warps),
-        ("DEPTH", depth),
-        ("X_DEPTH", divisor(depth, 4)),
-        ("MIN_BLOCKS", blocks_per_sm or (2 if warps == 8 else 3)),
+        ("STAGES", stages),
+        ("STAGE_TILES", stage_tiles),
+        ("MIN_BLOCKS", blocks_per_sm),
+        ("SUM", int(in_place)),
         ("HAS_SHARED", int(shape.has_shared)),
     )
+    sums = warps * shape.tokens * 128 if in_place else 0
     return Launch(
         "int4_marlin_gemm/down.cu",
         "down",
         shape.constants + constants,
         grid=(shape.tile_rows, 1, 1),
         block=(32 * warps, 1, 1),
-        smem=warps * shape.tokens * 128 + shape.most_blocks * BLOCK_BYTES + SCRATCH,
+        smem=_ring(warps, stages, stage_tiles) + sums + shape.most_blocks * BLOCK_BYTES + SCRATCH,
     )
 
 
@@ -126,7 +135,7 @@ def prefill_launch(shape: Shape, arch: str) -> Launch:
     )
 
 
-def combine_launch(shape: Shape) -> Launch:
+def combine_launch(shape: Shape, float32: bool) -> Launch:
     """A thread for every 8 outputs."""
     threads = 256
     constants = (
@@ -134,6 +143,7 @@ def combine_launch(shape: Shape) -> Launch:
         ("TOKENS", shape.tokens),
         ("N_TILES", shape.tile_rows),
         ("HAS_SHARED", int(shape.has_shared)),
+        ("FLOAT32", int(float32)),
     )
     pieces = shape.tokens * shape.tile_rows * TILE // 8
     grid = (-(-pieces // threads), 1, 1)
@@ -142,13 +152,24 @@ def combine_launch(shape: Shape) -> Launch:
 
 def _decode(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     shape = Shape.of(attrs, inputs)
-    return (down_launch(shape, arch) if shape.down else gate_up_launch(shape, arch),)
+    if not shape.down:
+        return (gate_up_launch(shape, arch),)
+    if shape.tokens <= MOST_IN_PLACE:
+        return (down_launch(shape, warps=8 if shape.tokens <= 32 else 4),)
+    return down_launch(shape, in_place=False), combine_launch(shape, float32=True)
 
 
 def _prefill(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     shape = Shape.of(attrs, inputs)
     launch = prefill_launch(shape, arch)
-    return (launch, combine_launch(shape)) if shape.down else (launch,)
+    return (launch, combine_launch(shape, float32=False)) if shape.down else (launch,)
+
+
+def _decode_workspace(attrs: Attrs, inputs: Inputs) -> int:
+    """Down for more than `MOST_IN_PLACE` tokens: a float32 result for every route."""
+    shape = Shape.of(attrs, inputs)
+    many = shape.down and shape.tokens > MOST_IN_PLACE
+    return shape.routes * shape.tile_rows * TILE * 4 if many else 0
 
 
 def _prefill_workspace(attrs: Attrs, inputs: Inputs) -> int:
@@ -180,6 +201,6 @@ def _prefill_refuses(attrs: Attrs, inputs: Inputs) -> str | None:
 
 
 TACTICS = (
-    Tactic("decode", ARCHS, _decode_refuses, launches=_decode),
+    Tactic("decode", ARCHS, _decode_refuses, _decode_workspace, _decode),
     Tactic("prefill", ARCHS, _prefill_refuses, _prefill_workspace, _prefill),
 )

@@ -21,6 +21,11 @@ __device__ __forceinline__ Tile load_tile(const u8* tile, int lane) {
     return {load_weights16(tile + 16 * lane), load_weights8(tile + SCALES_OFFSET + 8 * (lane >> 2))};
 }
 
+// The same from shared memory.
+__device__ __forceinline__ Tile read_tile(const u8* tile, int lane) {
+    return {*(const uint4*)(tile + 16 * lane), *(const uint2*)(tile + SCALES_OFFSET + 8 * (lane >> 2))};
+}
+
 // 8 columns of a token, in pairs (i, i + 4).
 struct Columns {
     u32 pair[4];
@@ -32,7 +37,7 @@ __device__ __forceinline__ Columns columns_of(uint4 x) {
 }
 
 // 128 + nibble, for nibbles i and i + 4; exact in bf16
-__device__ __forceinline__ u32 nibbles(u32 word, int i) { return ((word >> (4 * i)) & 0x000f000fu) | PLUS_128; }
+__device__ __forceinline__ u32 nibbles(u32 word, int i) { return and_or(word >> (4 * i), 0x000f000fu, PLUS_128); }
 
 // acc[0..3]: rows g, g + 8; acc[4..7]: rows g + 16, g + 24; each for tokens 2 t, 2 t + 1.
 //

@@ -17,41 +17,43 @@ __device__ __forceinline__ u32 order_of(float value) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+__device__ __forceinline__ float score_of(float logit) { return 1.f / (1.f + expf(-logit)); }
+
 // logits [EXPERTS] of the token. Picks by sigmoid + bias, the lowest expert among equals; weighs by sigmoid.
 __device__ __forceinline__ Choice choose(const float* logits, const float* bias, bool padding) {
     const int lane = threadIdx.x % 32;
     u32 key[PER_LANE];
-    float score[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const int expert = 32 * i + lane;
         const bool exists = EXPERTS % 32 == 0 || expert < EXPERTS;
-        score[i] = exists ? 1.f / (1.f + expf(-logits[expert])) : 0.f;
-        key[i] = exists ? order_of(score[i] + bias[expert]) : 0;
+        key[i] = exists ? order_of(score_of(logits[expert]) + bias[expert]) : 0;
     }
-    Choice mine = {-1, 0.f};
-    float sum = 0.f;
+    int mine = 0;
+#pragma unroll 1
     for (int j = 0; j < TOP_K; ++j) {
-        u32 best = 0, slot = 0;
-        float best_score = 0.f;
+        u32 best = 0;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) best = max(best, key[i]);
+        const u32 top = __reduce_max_sync(0xffffffffu, best);
+        u32 expert = 0xffffffffu;
+#pragma unroll
+        for (int i = PER_LANE - 1; i >= 0; --i) {
+            if (key[i] == top) expert = 32 * i + lane;
+        }
+        expert = __reduce_min_sync(0xffffffffu, expert);
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
-            if (key[i] > best) best = key[i], slot = i, best_score = score[i];
+            if (32 * i + lane == expert) key[i] = 0;
         }
-        const u32 top = __reduce_max_sync(0xffffffffu, best);
-        const u32 expert = __reduce_min_sync(0xffffffffu, best == top ? 32 * slot + lane : 0xffffffffu);
-        const float weight = __shfl_sync(0xffffffffu, best_score, expert % 32);
-        if (lane == expert % 32) {
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                if (i == (int)(expert / 32)) key[i] = 0;
-            }
-        }
-        if (lane == j) mine = {(int)expert, weight};
-        sum += weight;
+        if (lane == j) mine = expert;
     }
-    if (NORMALISE) mine.weight /= sum + 1e-20f;
-    mine.weight *= __uint_as_float(SCALING);
-    if (padding) mine = {-1, 0.f};
-    return mine;
+    Choice choice = {mine, lane < TOP_K ? score_of(logits[mine]) : 0.f};
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < TOP_K; ++j) sum += __shfl_sync(0xffffffffu, choice.weight, j);
+    if (NORMALISE) choice.weight /= sum + 1e-20f;
+    choice.weight *= __uint_as_float(SCALING);
+    if (padding) choice = {-1, 0.f};
+    return choice;
 }

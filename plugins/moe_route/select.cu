@@ -1,43 +1,60 @@
-// Experts and lists of up to 128 tokens, in one block. Constants: TOKENS, EXPERTS, TOP_K, NORMALISE, SCALING.
+// Experts and lists of up to 128 tokens. Constants: TOKENS, EXPERTS, TOP_K, NORMALISE, SCALING.
 //
-// Each expert gets a bit mask of its tokens; the place of a route in its expert's list is the number of bits below its
-// token. So the lists come out sorted whatever the order in which the warps finish.
+// A warp chooses the experts of a token; the block that finishes last makes the lists. There each expert gets a bit
+// mask of its tokens, and the place of a route in its expert's list is the number of bits below its token. So the lists
+// come out sorted whatever the order in which the warps finish.
 #include "choose.cuh"
 
-constexpr int WARPS = 32;
+constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROUTES = TOKENS * TOP_K;
 constexpr int WORDS = (TOKENS + 31) / 32;
-static_assert(EXPERTS <= THREADS, "a thread counts one expert");
+constexpr int PER_THREAD = (EXPERTS + THREADS - 1) / THREADS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS)
     select_experts(const u16*, const u16*, const float* bias, const int* row_request, float* route_weights,
-           int* expert_offsets, int* sorted_routes, int* route_experts, const float* logits) {
+                   int* expert_offsets, int* sorted_routes, int* route_experts, float* workspace) {
     DYNAMIC_SHARED(memory);
-    u32* mask = (u32*)memory;                  // [EXPERTS][WORDS]
+    u32* mask = (u32*)memory;                     // [EXPERTS][WORDS]
     int* first = (int*)(mask + EXPERTS * WORDS);  // [EXPERTS + 1]
-    int* chosen = first + EXPERTS + 1;         // [ROUTES]
-    int* sums = chosen + ROUTES;               // [WARPS]
+    int* sums = first + EXPERTS + 1;              // [WARPS]
+    int* finished = sums + WARPS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < EXPERTS * WORDS; i += THREADS) mask[i] = 0;
-    __syncthreads();
 
     wait_for_previous_kernel();
     allow_next_kernel();
-    for (int token = warp; token < TOKENS; token += WARPS) {
-        const Choice choice = choose(logits + token * EXPERTS, bias, row_request[token] < 0);
+    const int token = WARPS * blockIdx.x + warp;
+    if (token < TOKENS) {
+        const Choice choice = choose(workspace + token * EXPERTS, bias, row_request[token] < 0);
         if (lane < TOP_K) {
             route_weights[token * TOP_K + lane] = choice.weight;
             route_experts[token * TOP_K + lane] = choice.expert;
-            chosen[token * TOP_K + lane] = choice.expert;
-            if (choice.expert >= 0) atomicOr(mask + choice.expert * WORDS + token / 32, 1u << token % 32);
         }
+    }
+    if (gridDim.x > 1) {
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) *finished = atomicAdd((int*)(workspace + (u64)TOKENS * EXPERTS), 1);
+        __syncthreads();
+        if (*finished != gridDim.x - 1) return;
+        __threadfence();
     }
     __syncthreads();
 
-    int count = 0;
-    if (threadIdx.x < EXPERTS) {
-        for (int i = 0; i < WORDS; ++i) count += __popc(mask[threadIdx.x * WORDS + i]);
+    for (int route = threadIdx.x; route < ROUTES; route += THREADS) {
+        const int expert = load_from_l2(route_experts + route);
+        if (expert >= 0) atomicOr(mask + expert * WORDS + route / TOP_K / 32, 1u << route / TOP_K % 32);
+    }
+    __syncthreads();
+
+    int counts[PER_THREAD], count = 0;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+        const int expert = threadIdx.x * PER_THREAD + i;
+        counts[i] = 0;
+        for (int word = 0; expert < EXPERTS && word < WORDS; ++word) counts[i] += __popc(mask[expert * WORDS + word]);
+        count += counts[i];
     }
     int end = count;
     for (int step = 1; step < 32; step *= 2) {
@@ -47,20 +64,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (lane == 31) sums[warp] = end;
     __syncthreads();
     for (int i = 0; i < warp; ++i) end += sums[i];
-    if (threadIdx.x < EXPERTS) {
-        first[threadIdx.x + 1] = end;
-        expert_offsets[threadIdx.x + 1] = end;
+    int next = end - count;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+        const int expert = threadIdx.x * PER_THREAD + i;
+        if (expert >= EXPERTS) break;
+        next += counts[i];
+        first[expert + 1] = next;
+        expert_offsets[expert + 1] = next;
     }
     if (threadIdx.x == 0) first[0] = expert_offsets[0] = 0;
     __syncthreads();
 
     for (int route = threadIdx.x; route < ROUTES; route += THREADS) {
-        const int expert = chosen[route], token = route / TOP_K;
+        const int expert = load_from_l2(route_experts + route), word = route / TOP_K / 32;
         if (route >= first[EXPERTS]) sorted_routes[route] = -1;
         if (expert < 0) continue;
         const u32* bits = mask + expert * WORDS;
-        int place = first[expert] + __popc(bits[token / 32] & ((1u << token % 32) - 1));
-        for (int i = 0; i < token / 32; ++i) place += __popc(bits[i]);
+        int place = first[expert] + __popc(bits[word] & ((1u << route / TOP_K % 32) - 1));
+        for (int i = 0; i < word; ++i) place += __popc(bits[i]);
         sorted_routes[place] = route;
     }
 }

@@ -1,4 +1,4 @@
-"""CUDA tactics of `moe_route`: logits, then experts and lists; for up to 128 tokens in one block, else in many."""
+"""CUDA tactics of `moe_route`: logits, then experts and lists; one kernel for both up to 128 tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plugins.dense_gemm.tactics import TILE, Cut, gemm_launch
 from plugins.dense_gemm.tactics import refuses as matrix_refuses
 
 MOST_DECODE_TOKENS = 128
-MOST_EXPERTS = 1024  # a thread each
+MOST_EXPERTS = 1024  # 32 a lane
 MOST_TOP_K = 32  # a lane each
 Inputs = Sequence[TensorSpec | None]
 
@@ -32,8 +32,7 @@ def _logits(inputs: Inputs) -> Launch:
     while 64 * token_tiles % cluster:
         cluster = divisor(columns, cluster - 1)
     k_warps = divisor(columns // cluster, 8)
-    depth = divisor(columns // cluster // k_warps, 4)
-    cut = Cut(1, token_tiles, k_warps, cluster, depth, divisor(depth, 2))
+    cut = Cut(1, token_tiles, k_warps, cluster, 4 if token_tiles < 4 else 3)
     return gemm_launch(tokens, experts, columns, cut, out_float32=True, entry=("moe_route/logits.cu", "logits"))
 
 
@@ -50,13 +49,13 @@ def _constants(attrs: Attrs, inputs: Inputs) -> tuple[tuple[str, int], ...]:
 
 def _decode(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     tokens, experts, _ = _sizes(inputs)
-    words = experts * -(-tokens // 32) + experts + 1 + tokens * attrs["top_k"] + 32
+    words = experts * -(-tokens // 32) + experts + 1 + 8 + 1
     select = Launch(
         "moe_route/select.cu",
         "select_experts",
         _constants(attrs, inputs),
-        grid=(1, 1, 1),
-        block=(1024, 1, 1),
+        grid=(-(-tokens // 8), 1, 1),
+        block=(256, 1, 1),
         smem=4 * words,
     )
     return _logits(inputs), select
@@ -74,7 +73,7 @@ def _prefill(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
 
 def _workspace(attrs: Attrs, inputs: Inputs) -> int:
     tokens, experts, _ = _sizes(inputs)
-    return 4 * tokens * experts  # float32 logits
+    return 4 * tokens * experts + 4  # float32 logits, a counter of blocks
 
 
 def _refuses(attrs: Attrs, inputs: Inputs) -> str | None:

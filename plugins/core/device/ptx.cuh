@@ -34,7 +34,63 @@ __device__ __forceinline__ uint2 load_weights8(const void* p) {
     return v;
 }
 
-// Activations: 16 bytes through L1, or zeros where `valid` is false.
+// Bulk copies: 16-byte aligned, done by the copy engine, which reports to an mbarrier in shared memory.
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// A barrier for one arrival (of who requests a copy) a phase. Whoever initialises it synchronises afterwards.
+__device__ __forceinline__ void mbarrier_init(u64* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(
+                     shared_address(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Waits for the end of the phase with this parity: 0 for a barrier's first phase, 1 for the next, ..
+__device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra wait;\n}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// Copies of 16 bytes by the thread itself; `copies_left` waits until at most that many groups are on their way.
+__device__ __forceinline__ void copy16_or_zero(void* to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy16_streamed(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int groups>
+__device__ __forceinline__ void copies_left() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
+
+// Activations: 16 bytes through L1. Volatile like the loads of weights.
+__device__ __forceinline__ uint4 load_activations16(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+
+// The same, or zeros where `valid` is false.
 __device__ __forceinline__ uint4 load_activations16(const void* p, bool valid) {
     uint4 v;
     asm volatile(
@@ -44,6 +100,13 @@ __device__ __forceinline__ uint4 load_activations16(const void* p, bool valid) {
         : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
         : "l"(p), "r"((u32)valid)
         : "memory");
+    return v;
+}
+
+// What another block of this kernel has written, past L1.
+__device__ __forceinline__ int load_from_l2(const int* p) {
+    int v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
 
@@ -68,10 +131,19 @@ __device__ __forceinline__ u32 bf16x2_sub(u32 a, u32 b) {
     return d;
 }
 
-// bytes of (low, high) picked by the nibbles of `selector`
+// (a & b) | c in one instruction, which the compiler does not find where two of the three are constants.
+__device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+// bytes of (low, high) picked by the nibbles of `selector`; volatile, so that its operands are free for the next load
 template <u32 selector>
 __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high) {
-    return __byte_perm(low, high, selector);
+    u32 d;
+    asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "n"(selector));
+    return d;
 }
 
 // d = a b + c: a 16 x 16 (rows), b 16 x 8 (columns), bf16; c, d 16 x 8 float32.
