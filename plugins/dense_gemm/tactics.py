@@ -12,6 +12,7 @@ from plugins.core.spec import TensorSpec
 TILE = 32
 MOST_DECODE_TOKENS = 128
 MOST_CLUSTER = 8
+FILLED = 0.9  # of the multiprocessors: enough blocks not to cut K further
 Inputs = Sequence[TensorSpec | None]
 
 
@@ -39,16 +40,17 @@ def choose_cut(tokens: int, rows: int, tile_columns: int, arch: str) -> Cut:
     tokens: 256 rows by 64 tokens a block, K whole.
     """
     token_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= tokens or t == 8)
-    stages = {1: 4, 2: 4, 4: 3, 8: 2}[token_tiles]  # 8 warps: up to 96 KB
     if tokens > MOST_DECODE_TOKENS:
-        return Cut(8, token_tiles, 1, 1, stages)
-    row_tiles = 1 if token_tiles <= 2 or rows < 64 * TILE else 2
+        return Cut(8, token_tiles, 1, 1, 2)
+    row_tiles = 2 if tokens > 64 or (tokens > 32 and rows >= 4096) else 1
     blocks = -(-rows // (row_tiles * TILE))
     cluster = 1
     for candidate in (2, 4, MOST_CLUSTER):
-        if tile_columns % candidate == 0 and blocks * cluster < MULTIPROCESSORS[arch]:
+        if tile_columns % candidate == 0 and blocks * cluster < FILLED * MULTIPROCESSORS[arch]:
             cluster = candidate
-    return Cut(row_tiles, token_tiles, divisor(tile_columns // cluster, 8 // row_tiles), cluster, stages)
+    k_warps = divisor(tile_columns // cluster, (8 if token_tiles <= 2 else 4) // row_tiles)
+    stages = {1: 4, 2: 4, 4: 5, 8: 4}[token_tiles]  # up to 96 KB
+    return Cut(row_tiles, token_tiles, k_warps, cluster, stages)
 
 
 def gemm_launch(

@@ -2,11 +2,11 @@
 //
 // Constants: EXPERTS, TOP_K, TOKENS; K_TILES, N_TILES; WARPS, STAGES, STAGE_TILES (see ring.cuh), MIN_BLOCKS; SUM, HAS_SHARED.
 //
-// A block owns 32 output rows for all tokens. Its warps take the experts in turn and add what they find to sums of
-// their own in shared memory (float32, [token][row]); these meet at the end, in the order of the warps. So every sum
-// has a fixed order, no expert waits for another, and the stream of weights runs on from expert to expert. Where the
-// sums of many tokens would leave room for too few warps (SUM 0), each route's result goes to `workspace`
-// (float32 [route, N]) instead, and combine.cu adds them up.
+// SUM 1, for very few tokens: a block owns 32 output rows for all tokens. Its warps take the experts in turn and add
+// what they find to sums of their own in shared memory (float32, [token][row]), which meet at the end in the order of
+// the warps: every sum has a fixed order. SUM 0: all warps of the chip share all tile rows of all experts evenly; each
+// route's result goes to `workspace` (float32 [route, N]), and combine.cu adds them up. Either way no expert waits for
+// another, and the stream of weights runs on from expert to expert.
 #include "experts.cuh"
 #include "ring.cuh"
 
@@ -34,7 +34,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Block* blocks = (Block*)(sums + (SUM ? WARPS * TOKENS * 8 : 0));
     int* scratch = (int*)(blocks + MOST_BLOCKS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int tile_row = blockIdx.x;
     float4* own = sums + warp * TOKENS * 8;
     Ring ring(memory, warp, lane);
     for (int i = lane; SUM && i < TOKENS * 8; i += 32) own[i] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -43,26 +42,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     allow_next_kernel();
     const int count = list_blocks<8, THREADS>(expert_offsets, blocks, scratch);
 
-    // what the ring asks for next: the pieces of expert after expert
-    int ahead = warp, pieces_left = PIECES;
-    auto first_piece = [&](int index) {
-        return weight + ((u64)blocks[index].expert() * N_TILES + tile_row) * K_TILES * TILE_BYTES;
+    // A unit of work is a tile row of a block of routes: with SUM those of this block's row, else all.
+    const int first = SUM ? warp : blockIdx.x * WARPS + warp, stride = SUM ? WARPS : gridDim.x * WARPS;
+    const int units = SUM ? count : count * N_TILES;
+    auto block_of = [&](int unit) { return blocks[SUM ? unit : unit / N_TILES]; };
+    auto tile_row_of = [&](int unit) { return SUM ? (int)blockIdx.x : unit % N_TILES; };
+
+    // what the ring asks for next: the pieces of unit after unit
+    int ahead = first, pieces_left = PIECES;
+    auto first_piece = [&](int unit) {
+        return weight + ((u64)block_of(unit).expert() * N_TILES + tile_row_of(unit)) * K_TILES * TILE_BYTES;
     };
-    const u8* from = ahead < count ? first_piece(ahead) : weight;
+    const u8* from = ahead < units ? first_piece(ahead) : weight;
     auto request = [&] {
-        if (ahead >= count) return;
+        if (ahead >= units) return;
         ring.request(from, lane);
         from += STAGE_BYTES;
         if (--pieces_left == 0) {
             pieces_left = PIECES;
-            ahead += WARPS;
-            if (ahead < count) from = first_piece(ahead);
+            ahead += stride;
+            if (ahead < units) from = first_piece(ahead);
         }
     };
-    auto locate = [&](int index) {
+    auto locate = [&](int unit) {
         Work work = {x, {-1, -1}};
-        if (index < count) {
-            const Block block = blocks[index];
+        if (unit < units) {
+            const Block block = block_of(unit);
             const int* routes = sorted_routes + block.first;
             // past the last route the columns of the last: that column of the product is not used
             work.x = x + (u64)routes[min(g, block.count() - 1)] * K + 8 * t;
@@ -74,35 +79,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         return work;
     };
 
-    int index = warp;
+    int unit = first;
 #pragma unroll 1
     for (int i = 0; i < STAGES; ++i) {
         request();
         ring.advance();
     }
     ring.parity = 0;  // back at the first piece, to read it
-    Work now = locate(index);
-    uint4 fetched[STAGE_TILES];
+    Work now = locate(unit);
+    uint4 fetched[X_TILES];
 #pragma unroll
-    for (int i = 0; i < STAGE_TILES; ++i) fetched[i] = load_activations16(now.x + 32 * i);
+    for (int i = 0; i < X_TILES; ++i) fetched[i] = load_activations16(now.x + 32 * i);
 
-    while (index < count) {
-        const Work next = locate(index + WARPS);
+    while (unit < units) {
+        const Work next = locate(unit + stride);
         const u16* columns_from = now.x;
         float acc[8] = {};
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
-            columns_from = piece + 1 == PIECES ? next.x : columns_from + 32 * STAGE_TILES;
-            Columns columns[STAGE_TILES];
+            const u8* tiles = nullptr;
 #pragma unroll
-            for (int i = 0; i < STAGE_TILES; ++i) {
-                columns[i] = columns_of(fetched[i]);
-                fetched[i] = load_activations16(columns_from + 32 * i);
-            }
-            const u8* tiles = ring.wait();
+            for (int part = 0; part < PARTS; ++part) {
+                const bool last = piece + 1 == PIECES && part + 1 == PARTS;
+                columns_from = last ? next.x : columns_from + 32 * X_TILES;
+                Columns columns[X_TILES];
 #pragma unroll
-            for (int i = 0; i < STAGE_TILES; ++i) {
-                multiply_tile(acc, read_tile(tiles + i * TILE_BYTES, lane), columns[i]);
+                for (int i = 0; i < X_TILES; ++i) {
+                    columns[i] = columns_of(fetched[i]);
+                    fetched[i] = load_activations16(columns_from + 32 * i);
+                }
+                if (part == 0) tiles = ring.wait();
+#pragma unroll
+                for (int i = 0; i < X_TILES; ++i) {
+                    multiply_tile(acc, read_tile(tiles + (part * X_TILES + i) * TILE_BYTES, lane), columns[i]);
+                }
             }
             __syncwarp();  // all lanes have read the piece
             request();
@@ -118,11 +128,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 float4* sum = own + place(route / TOP_K, g);
                 *sum = add(*sum, make_float4(f * rows.x, f * rows.y, f * rows.z, f * rows.w));
             } else {
-                float* out = workspace + (u64)route * N + 32 * tile_row + g;
+                float* out = workspace + (u64)route * N + 32 * tile_row_of(unit) + g;
                 out[0] = rows.x, out[8] = rows.y, out[16] = rows.z, out[24] = rows.w;
             }
         }
-        index += WARPS;
+        unit += stride;
         now = next;
     }
     if (!SUM) return;
@@ -133,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         float4 sum = sums[at];
 #pragma unroll
         for (int j = 1; j < WARPS; ++j) sum = add(sum, sums[j * TOKENS * 8 + at]);
-        const u64 out = (u64)token * N + 32 * tile_row + row;
+        const u64 out = (u64)token * N + 32 * blockIdx.x + row;
         const float rows[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {

@@ -17,35 +17,36 @@ constexpr int MAX_WARPS = 32;
 // `scratch` is shared memory for MAX_WARPS + 1 ints.
 template <int MOST, int THREADS>
 __device__ __forceinline__ int list_blocks(const int* __restrict__ offsets, Block* blocks, int* scratch) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr int EACH = (EXPERTS + THREADS - 1) / THREADS;  // experts of a thread
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = EACH * threadIdx.x;
+    int bounds[EACH + 1], end = 0;
+#pragma unroll
+    for (int i = 0; i <= EACH; ++i) bounds[i] = offsets[min(expert + i, EXPERTS)];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) end += (bounds[i + 1] - bounds[i] + MOST - 1) / MOST;
+    const int own = end;
+    for (int step = 1; step < 32; step *= 2) {  // inclusive sum over the threads
+        const int before = __shfl_up_sync(0xffffffffu, end, step);
+        if (lane >= step) end += before;
+    }
+    if (lane == 31) scratch[warp] = end;
+    __syncthreads();
     int total = 0;
-    for (int base = 0; base < EXPERTS; base += THREADS) {
-        const int expert = base + threadIdx.x;
-        int first = 0, routes = 0;
-        if (expert < EXPERTS) {
-            first = offsets[expert];
-            routes = offsets[expert + 1] - first;
-        }
-        const int parts = (routes + MOST - 1) / MOST;
-        int end = parts;  // inclusive sum over the threads
-        for (int step = 1; step < 32; step *= 2) {
-            const int before = __shfl_up_sync(0xffffffffu, end, step);
-            if (lane >= step) end += before;
-        }
-        if (lane == 31) scratch[warp] = end;
-        __syncthreads();
-        int sum = 0;
-        for (int i = 0; i < THREADS / 32; ++i) {
-            if (i == warp) end += sum;
-            sum += scratch[i];
-        }
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; ++i) {
+        if (i == warp) end += total;
+        total += scratch[i];
+    }
+    int place = end - own;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int routes = bounds[i + 1] - bounds[i], parts = (routes + MOST - 1) / MOST;
         for (int part = 0; part < parts; ++part) {
             const int from = routes * part / parts, to = routes * (part + 1) / parts;
-            blocks[total + end - parts + part] = {(u32)expert | (u32)(to - from) << 16, first + from};
+            blocks[place++] = {(u32)(expert + i) | (u32)(to - from) << 16, bounds[i] + from};
         }
-        total += sum;
-        __syncthreads();
     }
+    __syncthreads();
     return total;
 }
 

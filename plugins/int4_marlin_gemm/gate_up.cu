@@ -66,26 +66,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     ring.parity = 0;  // back at the first piece, to read it
     const u16* columns_from = columns_for(unit);
-    uint4 fetched[STAGE_TILES];
+    uint4 fetched[X_TILES];
 #pragma unroll
-    for (int i = 0; i < STAGE_TILES; ++i) fetched[i] = load_activations16(columns_from + 32 * i);
+    for (int i = 0; i < X_TILES; ++i) fetched[i] = load_activations16(columns_from + 32 * i);
 
     for (int parity = 0; unit < units; parity ^= 1) {
         const u16* next_columns = columns_for(unit + gridDim.x);
         float acc[8] = {};
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
-            columns_from = piece + 1 == PIECES ? next_columns : columns_from + 32 * STAGE_TILES;
-            Columns columns[STAGE_TILES];
+            const u8* tiles = nullptr;
 #pragma unroll
-            for (int i = 0; i < STAGE_TILES; ++i) {
-                columns[i] = columns_of(fetched[i]);
-                fetched[i] = load_activations16(columns_from + 32 * i);
-            }
-            const u8* tiles = ring.wait();
+            for (int part = 0; part < PARTS; ++part) {
+                const bool last = piece + 1 == PIECES && part + 1 == PARTS;
+                columns_from = last ? next_columns : columns_from + 32 * X_TILES;
+                Columns columns[X_TILES];
 #pragma unroll
-            for (int i = 0; i < STAGE_TILES; ++i) {
-                multiply_tile(acc, read_tile(tiles + i * TILE_BYTES, lane), columns[i]);
+                for (int i = 0; i < X_TILES; ++i) {
+                    columns[i] = columns_of(fetched[i]);
+                    fetched[i] = load_activations16(columns_from + 32 * i);
+                }
+                if (part == 0) tiles = ring.wait();
+#pragma unroll
+                for (int i = 0; i < X_TILES; ++i) {
+                    multiply_tile(acc, read_tile(tiles + (part * X_TILES + i) * TILE_BYTES, lane), columns[i]);
+                }
             }
             __syncwarp();  // all lanes have read the piece
             request();

@@ -6,6 +6,8 @@
 #include "tile.cuh"
 
 constexpr int STAGE_BYTES = STAGE_TILES * TILE_BYTES;
+constexpr int X_TILES = STAGE_TILES % 4 == 0 ? 4 : STAGE_TILES;  // tiles whose activations are fetched together
+constexpr int PARTS = STAGE_TILES / X_TILES;
 
 struct Ring {
     u8* pieces;     // [STAGES][STAGE_BYTES]

@@ -10,8 +10,8 @@ from plugins.core.plugin import Attrs, Launch, Tactic
 from plugins.core.spec import TensorSpec
 from plugins.int4_marlin_gemm.pack import TILE, TILE_BYTES
 
-MOST_DECODE_TOKENS = 128
-MOST_IN_PLACE = 64  # tokens whose sums the blocks of the second stage keep in shared memory
+MOST_DECODE_TOKENS = 512
+MOST_IN_PLACE = 4  # tokens whose sums the blocks of the second stage keep in shared memory
 BLOCK_TOKENS = 8  # of a unit of work in the kernels for few tokens
 PREFILL_TOKENS = 64  # the same for many
 SCRATCH = 4 * 33
@@ -66,10 +66,14 @@ def _ring(warps: int, stages: int, stage_tiles: int) -> int:
     return warps * stages * (stage_tiles * TILE_BYTES + 8)
 
 
-def gate_up_launch(
-    shape: Shape, arch: str, most_warps: int = 8, blocks_per_sm: int = 2, stages: int = 3, most_stage: int = 4
-) -> Launch:
-    """A block for every 32 rows of an expert, in turn; its warps split K, 28 tiles each where K is 7168."""
+def gate_up_launch(shape: Shape, arch: str) -> Launch:
+    """A block for every 32 rows of an expert, in turn; its warps split K, 28 tiles each where K is 7168.
+
+    Two blocks of 8 warps fill a multiprocessor of an H200; one, with a longer ring, that of sm_120a, which has less
+    shared memory and a quarter of the bytes to move in a clock.
+    """
+    blocks_per_sm, stages = (2, 3) if arch == "sm_90a" else (1, 4)
+    most_warps, most_stage = 8, 4
     warps = divisor(shape.tile_columns, most_warps)
     tiles = shape.tile_columns // warps
     stage_tiles = divisor(tiles, most_stage)
@@ -92,10 +96,10 @@ def gate_up_launch(
     )
 
 
-def down_launch(
-    shape: Shape, warps: int = 8, blocks_per_sm: int = 2, stages: int = 3, most_stage: int = 4, in_place: bool = True
-) -> Launch:
-    """A block for every 32 outputs. `in_place`: each warp has 128 bytes of sums a token in shared memory."""
+def down_launch(shape: Shape, arch: str, in_place: bool) -> Launch:
+    """`in_place`: a block for every 32 outputs, each warp with 128 bytes of sums a token in shared memory."""
+    warps, blocks_per_sm, stages = 8, 2, 2
+    most_stage = 8 if arch == "sm_90a" else 4  # lets two blocks share a multiprocessor
     stage_tiles = divisor(shape.tile_columns, most_stage)
     constants = (
         ("WARPS", warps),
@@ -110,7 +114,7 @@ def down_launch(
         "int4_marlin_gemm/down.cu",
         "down",
         shape.constants + constants,
-        grid=(shape.tile_rows, 1, 1),
+        grid=(shape.tile_rows if in_place else blocks_per_sm * MULTIPROCESSORS[arch], 1, 1),
         block=(32 * warps, 1, 1),
         smem=_ring(warps, stages, stage_tiles) + sums + shape.most_blocks * BLOCK_BYTES + SCRATCH,
     )
@@ -155,8 +159,8 @@ def _decode(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     if not shape.down:
         return (gate_up_launch(shape, arch),)
     if shape.tokens <= MOST_IN_PLACE:
-        return (down_launch(shape, warps=8 if shape.tokens <= 32 else 4),)
-    return down_launch(shape, in_place=False), combine_launch(shape, float32=True)
+        return (down_launch(shape, arch, in_place=True),)
+    return down_launch(shape, arch, in_place=False), combine_launch(shape, float32=True)
 
 
 def _prefill(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:

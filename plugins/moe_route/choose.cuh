@@ -17,6 +17,19 @@ __device__ __forceinline__ u32 order_of(float value) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// The largest or the smallest of the values, in a tree: its depth is what a round waits for.
+template <bool largest>
+__device__ __forceinline__ u32 reduce(u32 (&values)[PER_LANE]) {
+#pragma unroll
+    for (int step = 1; step < PER_LANE; step *= 2) {
+#pragma unroll
+        for (int i = 0; i + step < PER_LANE; i += 2 * step) {
+            values[i] = largest ? max(values[i], values[i + step]) : min(values[i], values[i + step]);
+        }
+    }
+    return values[0];
+}
+
 __device__ __forceinline__ float score_of(float logit) { return 1.f / (1.f + expf(-logit)); }
 
 // logits [EXPERTS] of the token. Picks by sigmoid + bias, the lowest expert among equals; weighs by sigmoid.
@@ -32,16 +45,13 @@ __device__ __forceinline__ Choice choose(const float* logits, const float* bias,
     int mine = 0;
 #pragma unroll 1
     for (int j = 0; j < TOP_K; ++j) {
-        u32 best = 0;
+        u32 tree[PER_LANE];
 #pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) best = max(best, key[i]);
-        const u32 top = __reduce_max_sync(0xffffffffu, best);
-        u32 expert = 0xffffffffu;
+        for (int i = 0; i < PER_LANE; ++i) tree[i] = key[i];
+        const u32 top = __reduce_max_sync(0xffffffffu, reduce<true>(tree));
 #pragma unroll
-        for (int i = PER_LANE - 1; i >= 0; --i) {
-            if (key[i] == top) expert = 32 * i + lane;
-        }
-        expert = __reduce_min_sync(0xffffffffu, expert);
+        for (int i = 0; i < PER_LANE; ++i) tree[i] = key[i] == top ? 32 * i + lane : 0xffffffffu;
+        const u32 expert = __reduce_min_sync(0xffffffffu, reduce<false>(tree));
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             if (32 * i + lane == expert) key[i] = 0;

@@ -10,6 +10,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int ROUTES = TOKENS * TOP_K;
 constexpr int WORDS = (TOKENS + 31) / 32;
 constexpr int PER_THREAD = (EXPERTS + THREADS - 1) / THREADS;
+constexpr int ROUTES_EACH = (ROUTES + THREADS - 1) / THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     select_experts(const u16*, const u16*, const float* bias, const int* row_request, float* route_weights,
@@ -19,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int* first = (int*)(mask + EXPERTS * WORDS);  // [EXPERTS + 1]
     int* sums = first + EXPERTS + 1;              // [WARPS]
     int* finished = sums + WARPS;
+    int* chosen = finished + 1;                   // [WARPS * TOP_K], of this block's tokens
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < EXPERTS * WORDS; i += THREADS) mask[i] = 0;
 
@@ -30,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (lane < TOP_K) {
             route_weights[token * TOP_K + lane] = choice.weight;
             route_experts[token * TOP_K + lane] = choice.expert;
+            chosen[warp * TOP_K + lane] = choice.expert;
         }
     }
     if (gridDim.x > 1) {
@@ -39,12 +42,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         if (*finished != gridDim.x - 1) return;
         __threadfence();
+    } else {
+        __syncthreads();
     }
-    __syncthreads();
 
-    for (int route = threadIdx.x; route < ROUTES; route += THREADS) {
-        const int expert = load_from_l2(route_experts + route);
-        if (expert >= 0) atomicOr(mask + expert * WORDS + route / TOP_K / 32, 1u << route / TOP_K % 32);
+    int experts[ROUTES_EACH];
+#pragma unroll
+    for (int i = 0; i < ROUTES_EACH; ++i) {
+        const int route = THREADS * i + threadIdx.x;
+        experts[i] = -1;
+        if (route < ROUTES) experts[i] = TOKENS <= WARPS ? chosen[route] : load_from_l2(route_experts + route);
+    }
+#pragma unroll
+    for (int i = 0; i < ROUTES_EACH; ++i) {
+        const int token = (THREADS * i + threadIdx.x) / TOP_K;
+        if (experts[i] >= 0) atomicOr(mask + experts[i] * WORDS + token / 32, 1u << token % 32);
     }
     __syncthreads();
 
@@ -76,13 +88,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) first[0] = expert_offsets[0] = 0;
     __syncthreads();
 
-    for (int route = threadIdx.x; route < ROUTES; route += THREADS) {
-        const int expert = load_from_l2(route_experts + route), word = route / TOP_K / 32;
-        if (route >= first[EXPERTS]) sorted_routes[route] = -1;
+#pragma unroll
+    for (int i = 0; i < ROUTES_EACH; ++i) {
+        const int route = THREADS * i + threadIdx.x, token = route / TOP_K, expert = experts[i];
+        if (route < ROUTES && route >= first[EXPERTS]) sorted_routes[route] = -1;
         if (expert < 0) continue;
         const u32* bits = mask + expert * WORDS;
-        int place = first[expert] + __popc(bits[word] & ((1u << route / TOP_K % 32) - 1));
-        for (int i = 0; i < word; ++i) place += __popc(bits[i]);
+        int place = first[expert] + __popc(bits[token / 32] & ((1u << token % 32) - 1));
+        for (int word = 0; word < token / 32; ++word) place += __popc(bits[word]);
         sorted_routes[place] = route;
     }
 }

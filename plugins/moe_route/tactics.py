@@ -25,14 +25,14 @@ def _sizes(inputs: Inputs) -> tuple[int, int, int]:
 
 
 def _logits(inputs: Inputs) -> Launch:
-    """32 experts by up to 32 tokens a cluster of 8 blocks, which split K."""
+    """32 experts by up to 64 tokens a cluster of 8 blocks, which split K."""
     tokens, experts, columns = _sizes(inputs)
-    token_tiles = next(t for t in (1, 2, 4) if 8 * t >= tokens or t == 4)
+    token_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= tokens or t == 8)
     cluster = divisor(columns, 8)
     while 64 * token_tiles % cluster:
         cluster = divisor(columns, cluster - 1)
-    k_warps = divisor(columns // cluster, 8)
-    cut = Cut(1, token_tiles, k_warps, cluster, 4 if token_tiles < 4 else 3)
+    k_warps = divisor(columns // cluster, 8 if token_tiles < 8 else 4)
+    cut = Cut(1, token_tiles, k_warps, cluster, 3 if token_tiles == 4 else 4)
     return gemm_launch(tokens, experts, columns, cut, out_float32=True, entry=("moe_route/logits.cu", "logits"))
 
 
@@ -49,7 +49,7 @@ def _constants(attrs: Attrs, inputs: Inputs) -> tuple[tuple[str, int], ...]:
 
 def _decode(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     tokens, experts, _ = _sizes(inputs)
-    words = experts * -(-tokens // 32) + experts + 1 + 8 + 1
+    words = experts * -(-tokens // 32) + experts + 1 + 8 + 1 + 8 * attrs["top_k"]
     select = Launch(
         "moe_route/select.cu",
         "select_experts",
