@@ -236,7 +236,7 @@ def main() -> None:
     result["dense"] = dense_rows()
     if args.counters:
         result["counters"] = counters((1, 32, 64))
-    for row in result["rows"] + result["prefill"]:
+    for row in result["rows"] + result["prefill"] + result["dense"] + result.get("counters", []):
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
