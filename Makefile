@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[cpu,build,server,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[cpu,build,cuda,server,test]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1  # its renderers are oracles; the rest is not needed
 	touch $@
 

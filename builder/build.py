@@ -14,6 +14,7 @@ import onnx
 from builder.checkpoint import Checkpoint
 from builder.config import DraftConfig, ModelConfig, check_draft_matches, load_draft_config, load_model_config
 from builder.errors import BuildError
+from builder.kernels import compile_images
 from builder.options import BuildOptions
 from builder.pack_stream import layout_versions
 from builder.pipeline import export_passes, plan_passes
@@ -110,6 +111,7 @@ def build(
 ) -> Manifest:
     """Pack, write and publish the artifact `output`; resumes what an interrupted build left."""
     _check_accounting(source, plans)
+    images = compile_images(plans, progress)
     with Staging(output) as staging:
         if not options.splat:
             packed = staging.add_weights(
@@ -118,7 +120,7 @@ def build(
             kept = options.tp - len(packed)
             if kept:
                 progress(f"kept the packed weights of {kept} rank(s): same checkpoint, layout and tp")
-        staging.add_engines(plans, source.fingerprint)
+        staging.add_engines(plans, source.fingerprint, images)
         for name in COPIED_FILES:
             path = source.directory / name
             if path.is_file():
@@ -162,7 +164,7 @@ def _manifest(source: Source, options: BuildOptions, plans: list[Plan], name: st
 
 def _toolchain() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for package in ("torch", "onnx", "numpy", "k2-engine"):
+    for package in ("torch", "onnx", "numpy", "nvidia-cuda-nvrtc", "k2-engine"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

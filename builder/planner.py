@@ -102,7 +102,7 @@ def plan_phase(graph: Graph, name: str, bucket: int, arch: str) -> tuple[Phase, 
             inputs=tuple(arg(value) for value in node.inputs),
             outputs=tuple(arg(value) for value in node.outputs),
             workspace=workspace,
-            launch=None if tactic.launch is None else tactic.launch(node.attrs, graph.input_specs(node)),
+            launches=() if tactic.launches is None else tactic.launches(node.attrs, graph.input_specs(node), arch),
         )
         steps.append(step)
     return Phase(name, bucket, tuple(steps)), arena

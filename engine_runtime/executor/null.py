@@ -283,7 +283,7 @@ def _check_symmetry(first: Plan, plan: Plan) -> None:
 
 
 def _difference(step: Step, twin: Step) -> str | None:
-    for name in ("node", "plugin", "tactic", "launch"):
+    for name in ("node", "plugin", "tactic", "launches"):
         if getattr(step, name) != getattr(twin, name):
             return f"{name} {getattr(step, name)!r} here, {getattr(twin, name)!r} on rank 0"
     for name in step.attrs.keys() | twin.attrs.keys():

@@ -55,7 +55,7 @@ class Step:
     inputs: tuple[Arg, ...]
     outputs: tuple[Arg, ...]
     workspace: Arg = NO_ARG
-    launch: Launch | None = None
+    launches: tuple[Launch, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = {
@@ -68,16 +68,12 @@ class Step:
         }
         if self.workspace.kind != "none":
             value["workspace"] = self.workspace.to_json()
-        if self.launch is not None:
-            value["launch"] = asdict(self.launch)
+        if self.launches:
+            value["launches"] = [asdict(launch) for launch in self.launches]
         return value
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Step:
-        launch = value.get("launch")
-        if launch is not None:
-            geometry = {key: tuple(launch[key]) for key in ("grid", "block", "cluster")}
-            launch = Launch(launch["kernel"], smem=launch["smem"], pdl=launch["pdl"], **geometry)
         return Step(
             node=value["node"],
             plugin=value["plugin"],
@@ -86,8 +82,13 @@ class Step:
             inputs=tuple(Arg.from_json(arg) for arg in value["inputs"]),
             outputs=tuple(Arg.from_json(arg) for arg in value["outputs"]),
             workspace=Arg.from_json(value["workspace"]) if "workspace" in value else NO_ARG,
-            launch=launch,
+            launches=tuple(_launch(launch) for launch in value.get("launches", ())),
         )
+
+
+def _launch(value: dict[str, Any]) -> Launch:
+    geometry = {key: tuple(value[key]) for key in ("grid", "block", "cluster")}
+    return Launch(**{**value, **geometry, "constants": tuple((name, number) for name, number in value["constants"])})
 
 
 @dataclass(frozen=True)

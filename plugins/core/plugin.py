@@ -48,14 +48,26 @@ class PluginError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """How one CUDA kernel is started: geometry in blocks and threads, dynamic shared memory in bytes."""
+    """One CUDA kernel of a step: what is compiled, and how it is started.
 
+    source: file under plugins/; kernel: its extern "C" function; constants: the macros it is compiled with.
+    Geometry in blocks and threads; `smem` is dynamic shared memory in bytes. With `pdl` the kernel may start before
+    its predecessor in the stream has ended (programmatic dependent launch) and waits for it by itself.
+    """
+
+    source: str
     kernel: str
+    constants: tuple[tuple[str, int], ...]
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: tuple[int, int, int] = (1, 1, 1)
     smem: int = 0
-    pdl: bool = False
+    pdl: bool = True
+
+    @property
+    def image(self) -> str:
+        """Name of the compiled kernel image in the engine file: source and constants."""
+        return f"{self.source}?{'&'.join(f'{name}={value}' for name, value in self.constants)}"
 
 
 def _always(attrs: Attrs, inputs: Sequence[TensorSpec | None]) -> str | None:
@@ -66,14 +78,16 @@ def _always(attrs: Attrs, inputs: Sequence[TensorSpec | None]) -> str | None:
 class Tactic:
     """One way to run an operator. `refuses(attrs, inputs)` gives the reason why it cannot take a shape, or None.
 
-    `workspace` is scratch in bytes, placed in the arena for the time of the step. `launch` is None for the reference.
+    `workspace` is scratch in bytes, placed in the arena for the time of the step. `launches(attrs, inputs, arch)` are
+    the kernels of a step, started in this order; None for the reference. Each gets the same arguments: the addresses of
+    all inputs, all outputs and the workspace, 0 for what is absent.
     """
 
     name: str
     archs: tuple[str, ...]
     refuses: Callable[[Attrs, Sequence[TensorSpec | None]], str | None] = _always
     workspace: Callable[[Attrs, Sequence[TensorSpec | None]], int] | None = None
-    launch: Callable[[Attrs, Sequence[TensorSpec | None]], Launch] | None = None
+    launches: Callable[[Attrs, Sequence[TensorSpec | None], str], tuple[Launch, ...]] | None = None
 
 
 REFERENCE = Tactic(name="reference", archs=("cpu",))

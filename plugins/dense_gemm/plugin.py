@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from plugins.core.operands import FLOATS, Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
 from plugins.dense_gemm.pack import INTERLEAVE
+from plugins.dense_gemm.tactics import TACTICS
 
 if TYPE_CHECKING:
     import torch
@@ -67,4 +68,5 @@ PLUGIN = DenseGemm(
     inputs=("x", "weight"),
     outputs=("y",),
     attrs={"activation": "str", "out_dtype": "str"},
+    tactics=(REFERENCE, *TACTICS),
 )

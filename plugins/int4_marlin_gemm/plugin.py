@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from plugins.core.operands import FLOATS, Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
 from plugins.int4_marlin_gemm.pack import STAGES, TILE, TILE_BYTES
+from plugins.int4_marlin_gemm.tactics import TACTICS
 
 if TYPE_CHECKING:
     import torch
@@ -85,4 +86,5 @@ PLUGIN = Int4MarlinGemm(
     inputs=("x", "weight", "expert_offsets", "sorted_routes", "route_weights?", "shared?"),
     outputs=("y",),
     attrs={"stage": "str", "top_k": "int"},
+    tactics=(REFERENCE, *TACTICS),
 )

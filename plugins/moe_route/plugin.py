@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from plugins.core.operands import FLOATS, Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.moe_route.tactics import TACTICS
 
 if TYPE_CHECKING:
     import torch
@@ -68,4 +69,5 @@ PLUGIN = MoeRoute(
     inputs=("x", "weight", "bias", "row_request"),
     outputs=("route_weights", "expert_offsets", "sorted_routes", "route_experts"),
     attrs={"top_k": "int", "routed_scaling_factor": "float", "norm_topk_prob": "bool"},
+    tactics=(REFERENCE, *TACTICS),
 )

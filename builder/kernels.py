@@ -1,0 +1,42 @@
+"""The kernel images of an engine: every launch of the plans, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from plugins.core.cuda import MAX_SHARED_BYTES, REGISTERS, compile_launch, read_resources
+from plugins.core.plan import Plan
+from plugins.core.plugin import Launch, PluginError
+
+
+def compile_images(plans: Iterable[Plan], progress: Callable[[str], None]) -> dict[str, bytes]:
+    """Cubins by the name under which steps ask for them (`Launch.image`), in the order of the names.
+
+    Raises `PluginError` for a kernel that does not compile or does not fit the chip.
+    """
+    launches: dict[str, tuple[Launch, str]] = {}
+    for plan in plans:
+        for phase in plan.phases.values():
+            for step in phase.steps:
+                for launch in step.launches:
+                    launches.setdefault(launch.image, (launch, plan.arch))
+    images = {}
+    for index, name in enumerate(sorted(launches)):
+        launch, arch = launches[name]
+        progress(f"compile kernel {index + 1} of {len(launches)}: {launch.source}")
+        images[name] = compile_launch(launch, arch)
+        check_fit(launch, images[name])
+    return images
+
+
+def check_fit(launch: Launch, cubin: bytes) -> None:
+    """Raise `PluginError` unless one block of `launch` can run on every chip the engine is made for."""
+    resources = read_resources(cubin)[launch.kernel]
+    threads = launch.block[0] * launch.block[1] * launch.block[2]
+    if launch.smem > MAX_SHARED_BYTES:
+        raise PluginError(f"{launch.image}: expected up to {MAX_SHARED_BYTES} B of shared memory, found {launch.smem}")
+    if threads > resources.max_threads or threads * resources.registers > REGISTERS:
+        raise PluginError(
+            f"{launch.image}: {threads} threads of {resources.registers} registers do not fit "
+            f"{resources.max_threads} threads and {REGISTERS} registers"
+        )
