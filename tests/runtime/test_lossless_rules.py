@@ -144,7 +144,7 @@ def test_every_mode_gives_the_simulated_text(temperature: float) -> None:
             assert sum(use.accepted for use in usage if use) > 0.4 * sum(len(tokens) for tokens, _ in expected)
 
 
-def test_forbidden_branches_are_not_verified() -> None:
+def test_a8_forbidden_branches_are_not_verified() -> None:
     """A8: drafted tokens that the grammar forbids cost no row and end nothing."""
     requests = [request for request in cases(1.0) if request.constraint is not None]
     expected = [simulate(request) for request in requests]
@@ -243,7 +243,7 @@ def test_preempted_requests_keep_their_place_in_their_rules() -> None:
     assert sum(each[-1].usage.preemptions for each in outputs if each[-1].usage) > 0
 
 
-def test_equal_seeds_give_equal_texts_in_any_company() -> None:
+def test_a12_equal_seeds_give_equal_texts_in_any_company() -> None:
     """A12: the text depends on prompt, parameters and seed, not on mode, budget, slot or the other requests."""
     prompt, params = (9, 8, 7), SamplingParams(1.0, seed=1234, max_tokens=30, stop_ids=(), frequency_penalty=0.3)
     wanted = simulate(GenerationRequest(prompt, params))

@@ -174,7 +174,7 @@ def test_kimi_special_tokens(kimi):
     assert kimi.stop_ids == {163585, 163586}
 
 
-def test_kimi_ids_of_the_real_model_round_trip(kimi):
+def test_t18_kimi_ids_of_the_real_model_round_trip(kimi):
     """Token ids that the real K2.6 was given and generated, in English, Chinese, code and JSON."""
     if not GOLDEN.exists():
         pytest.skip(f"the recorded token ids are not at {GOLDEN}")

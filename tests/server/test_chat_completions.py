@@ -220,7 +220,7 @@ def test_forms_of_the_thinking_switch(live, fields, thinking) -> None:
     assert live.engine.requests[-1].prompt == tuple(TEMPLATE.encode(HI, thinking=thinking))
 
 
-def test_unknown_fields_are_ignored_with_a_warning(live, caplog) -> None:
+def test_t15_unknown_fields_are_ignored_with_a_warning(live, caplog) -> None:
     ask(live, extra_body={"x": 1}, user="me")
     assert "extra_body" in caplog.text and "'user'" not in caplog.text
 
