@@ -23,12 +23,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int* chosen = finished + 1;                   // [WARPS * TOP_K], of this block's tokens
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < EXPERTS * WORDS; i += THREADS) mask[i] = 0;
+    const Biases biases = load_biases(bias);
 
     wait_for_previous_kernel();
     allow_next_kernel();
     const int token = WARPS * blockIdx.x + warp;
     if (token < TOKENS) {
-        const Choice choice = choose(workspace + token * EXPERTS, bias, row_request[token] < 0);
+        const Choice choice = choose(workspace + token * EXPERTS, biases, row_request[token] < 0);
         if (lane < TOP_K) {
             route_weights[token * TOP_K + lane] = choice.weight;
             route_experts[token * TOP_K + lane] = choice.expert;

@@ -25,15 +25,20 @@ def _sizes(inputs: Inputs) -> tuple[int, int, int]:
 
 
 def _logits(inputs: Inputs) -> Launch:
-    """32 experts by up to 64 tokens a cluster of 8 blocks, which split K."""
+    """Few tokens: 32 experts by up to 64 tokens a cluster of 8 blocks, which split K. Many: 128 experts a block."""
     tokens, experts, columns = _sizes(inputs)
+    entry = ("moe_route/logits.cu", "logits")
+    if tokens > MOST_DECODE_TOKENS:
+        cluster = divisor(columns, 2)
+        cut = Cut(4, 8, divisor(columns // cluster, 2), cluster, 2)
+        return gemm_launch(tokens, experts, columns, cut, out_float32=True, entry=entry)
     token_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= tokens or t == 8)
     cluster = divisor(columns, 8)
     while 64 * token_tiles % cluster:
         cluster = divisor(columns, cluster - 1)
     k_warps = divisor(columns // cluster, 8 if token_tiles < 8 else 4)
     cut = Cut(1, token_tiles, k_warps, cluster, 3 if token_tiles == 4 else 4)
-    return gemm_launch(tokens, experts, columns, cut, out_float32=True, entry=("moe_route/logits.cu", "logits"))
+    return gemm_launch(tokens, experts, columns, cut, out_float32=True, entry=entry)
 
 
 def _constants(attrs: Attrs, inputs: Inputs) -> tuple[tuple[str, int], ...]:
