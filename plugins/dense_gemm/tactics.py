@@ -64,6 +64,9 @@ def gemm_launch(
     entry: tuple[str, str] = ("dense_gemm/gemm.cu", "gemm"),
 ) -> Launch:
     """x [tokens, 32 tile_columns], weight [rows, 32 tile_columns]."""
+    tiles = tile_columns // cut.cluster // cut.k_warps
+    # the compiler unrolls very short loops, which with 64 sums a thread takes the registers of a second block
+    blocks_per_sm = 1 if cut.token_tiles == 8 and tiles < 4 else 2
     constants = (
         ("TOKENS", tokens),
         ("N", rows),
@@ -72,9 +75,9 @@ def gemm_launch(
         ("TOKEN_TILES", cut.token_tiles),
         ("K_WARPS", cut.k_warps),
         ("CLUSTER", cut.cluster),
-        ("SLICE", tile_columns // cut.cluster // cut.k_warps),
+        ("SLICE", tiles),
         ("STAGES", cut.stages),
-        ("MIN_BLOCKS", 2),
+        ("MIN_BLOCKS", blocks_per_sm),
         ("SILU_MUL", int(silu_mul)),
         ("OUT_FLOAT32", int(out_float32)),
     )

@@ -16,11 +16,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     select_experts(const u16*, const u16*, const float* bias, const int* row_request, float* route_weights,
                    int* expert_offsets, int* sorted_routes, int* route_experts, float* workspace) {
     DYNAMIC_SHARED(memory);
-    u32* mask = (u32*)memory;                     // [EXPERTS][WORDS]
-    int* first = (int*)(mask + EXPERTS * WORDS);  // [EXPERTS + 1]
-    int* sums = first + EXPERTS + 1;              // [WARPS]
+    u32* mask = (u32*)memory;                   // [EXPERTS][WORDS]
+    int* sums = (int*)(mask + EXPERTS * WORDS);  // [WARPS]
     int* finished = sums + WARPS;
-    int* chosen = finished + 1;                   // [WARPS * TOP_K], of this block's tokens
+    int* chosen = finished + 1;                 // [WARPS * TOP_K], of this block's tokens
+    int* first = chosen + WARPS * TOP_K;        // [EXPERTS + 1]; not beside `sums`, which is read as it is written
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < EXPERTS * WORDS; i += THREADS) mask[i] = 0;
     const Biases biases = load_biases(bias);

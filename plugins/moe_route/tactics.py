@@ -12,6 +12,7 @@ from plugins.dense_gemm.tactics import TILE, Cut, gemm_launch
 from plugins.dense_gemm.tactics import refuses as matrix_refuses
 
 MOST_DECODE_TOKENS = 128
+MANY_TOKENS = 512  # from here on blocks of 64 tokens alone fill the chip
 MOST_EXPERTS = 1024  # 32 a lane
 MOST_TOP_K = 32  # a lane each
 Inputs = Sequence[TensorSpec | None]
@@ -25,10 +26,10 @@ def _sizes(inputs: Inputs) -> tuple[int, int, int]:
 
 
 def _logits(inputs: Inputs) -> Launch:
-    """Few tokens: 32 experts by up to 64 tokens a cluster of 8 blocks, which split K. Many: 128 experts a block."""
+    """32 experts by up to 64 tokens a cluster of 8 blocks, which split K; with very many tokens 128 experts a block."""
     tokens, experts, columns = _sizes(inputs)
     entry = ("moe_route/logits.cu", "logits")
-    if tokens > MOST_DECODE_TOKENS:
+    if tokens > MANY_TOKENS:
         cluster = divisor(columns, 2)
         cut = Cut(4, 8, divisor(columns // cluster, 2), cluster, 2)
         return gemm_launch(tokens, experts, columns, cut, out_float32=True, entry=entry)
