@@ -12,7 +12,7 @@ from plugins.core.spec import TensorSpec
 TILE = 32
 MOST_DECODE_TOKENS = 128
 MOST_CLUSTER = 8
-FILLED = 0.9  # of the multiprocessors: enough blocks not to cut K further
+FILLED = 0.8  # of the multiprocessors: enough blocks not to cut K further
 Inputs = Sequence[TensorSpec | None]
 
 
@@ -43,14 +43,14 @@ def choose_cut(tokens: int, rows: int, tile_columns: int, arch: str) -> Cut:
     if tokens > MOST_DECODE_TOKENS:
         return Cut(8, token_tiles, 1, 1, 2)
     row_tiles = 2 if tokens > 64 or (tokens > 32 and rows >= 4096) else 1
-    blocks = -(-rows // (row_tiles * TILE))
+    blocks = -(-rows // (row_tiles * TILE)) * -(-tokens // (8 * token_tiles))
     cluster = 1
     for candidate in (2, 4, MOST_CLUSTER):
         if tile_columns % candidate == 0 and blocks * cluster < FILLED * MULTIPROCESSORS[arch]:
             cluster = candidate
-    k_warps = divisor(tile_columns // cluster, (8 if token_tiles <= 2 else 4) // row_tiles)
-    stages = {1: 4, 2: 4, 4: 5, 8: 4}[token_tiles]  # up to 96 KB
-    return Cut(row_tiles, token_tiles, k_warps, cluster, stages)
+    warps = 8 if token_tiles <= 2 or tokens > 64 else 4
+    stages = 2 if tokens > 64 else {1: 4, 2: 4, 4: 5, 8: 4}[token_tiles]  # up to 96 KB
+    return Cut(row_tiles, token_tiles, divisor(tile_columns // cluster, warps // row_tiles), cluster, stages)
 
 
 def gemm_launch(
@@ -64,6 +64,9 @@ def gemm_launch(
     entry: tuple[str, str] = ("dense_gemm/gemm.cu", "gemm"),
 ) -> Launch:
     """x [tokens, 32 tile_columns], weight [rows, 32 tile_columns]."""
+    tiles = tile_columns // cut.cluster // cut.k_warps
+    # the compiler unrolls very short loops, which with 64 sums a thread takes the registers of a second block
+    blocks_per_sm = 1 if cut.token_tiles == 8 and tiles < 4 else 2
     constants = (
         ("TOKENS", tokens),
         ("N", rows),
@@ -72,9 +75,9 @@ def gemm_launch(
         ("TOKEN_TILES", cut.token_tiles),
         ("K_WARPS", cut.k_warps),
         ("CLUSTER", cut.cluster),
-        ("SLICE", tile_columns // cut.cluster // cut.k_warps),
+        ("SLICE", tiles),
         ("STAGES", cut.stages),
-        ("MIN_BLOCKS", 2),
+        ("MIN_BLOCKS", blocks_per_sm),
         ("SILU_MUL", int(silu_mul)),
         ("OUT_FLOAT32", int(out_float32)),
     )

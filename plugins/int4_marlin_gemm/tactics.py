@@ -121,21 +121,23 @@ def down_launch(shape: Shape, arch: str, in_place: bool) -> Launch:
 
 
 def prefill_launch(shape: Shape, arch: str) -> Launch:
-    """2 blocks of 8 warps on every multiprocessor, whatever the routes turn out to be; 1 where a tile row is so short
-    that finding the next one takes the registers of the second.
+    """2 blocks of 8 warps on every multiprocessor, whatever the routes turn out to be; 1 where the matrix is so small
+    that finding the next tile row takes the registers of the second. Two tiles a step take registers that sm_120a
+    does not leave.
     """
-    blocks_per_sm = 2 if shape.tile_columns >= 8 else 1
+    blocks_per_sm = 2 if min(shape.tile_columns, shape.tile_rows) >= 8 else 1
+    step_tiles = 2 if arch == "sm_90a" and shape.tile_columns % 4 == 0 else 1
     outputs = 32 if shape.down else 16
     results = PREFILL_TOKENS * (8 * outputs + 8) * 2
     blocks = shape.experts + shape.routes // PREFILL_TOKENS
-    constants = (("DOWN", int(shape.down)), ("DEPTH", divisor(shape.tile_columns, 2)), ("MIN_BLOCKS", blocks_per_sm))
+    constants = (("DOWN", int(shape.down)), ("STEP_TILES", step_tiles), ("MIN_BLOCKS", blocks_per_sm))
     return Launch(
         "int4_marlin_gemm/prefill.cu",
         "prefill",
         shape.constants + constants,
         grid=(blocks_per_sm * MULTIPROCESSORS[arch], 1, 1),
         block=(256, 1, 1),
-        smem=2 * PREFILL_TOKENS * 64 + results + blocks * BLOCK_BYTES + SCRATCH,
+        smem=2 * step_tiles * PREFILL_TOKENS * 64 + results + blocks * BLOCK_BYTES + SCRATCH,
     )
 
 

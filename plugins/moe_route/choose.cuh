@@ -30,17 +30,32 @@ __device__ __forceinline__ u32 reduce(u32 (&values)[PER_LANE]) {
     return values[0];
 }
 
-__device__ __forceinline__ float score_of(float logit) { return 1.f / (1.f + expf(-logit)); }
+__device__ __forceinline__ float score_of(float logit) { return __fdividef(1.f, 1.f + __expf(-logit)); }
+
+// A lane's biases, of experts 32 i + lane: weights, which may be read before the previous kernel has ended.
+struct Biases {
+    float of[PER_LANE];
+};
+
+__device__ __forceinline__ Biases load_biases(const float* bias) {
+    Biases biases;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+        const int expert = 32 * i + threadIdx.x % 32;
+        biases.of[i] = load_constant(bias + (EXPERTS % 32 == 0 ? expert : min(expert, EXPERTS - 1)));
+    }
+    return biases;
+}
 
 // logits [EXPERTS] of the token. Picks by sigmoid + bias, the lowest expert among equals; weighs by sigmoid.
-__device__ __forceinline__ Choice choose(const float* logits, const float* bias, bool padding) {
+__device__ __forceinline__ Choice choose(const float* logits, const Biases& biases, bool padding) {
     const int lane = threadIdx.x % 32;
     u32 key[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const int expert = 32 * i + lane;
         const bool exists = EXPERTS % 32 == 0 || expert < EXPERTS;
-        key[i] = exists ? order_of(score_of(logits[expert]) + bias[expert]) : 0;
+        key[i] = exists ? order_of(score_of(logits[expert]) + biases.of[i]) : 0;
     }
     int mine = 0;
 #pragma unroll 1

@@ -13,11 +13,12 @@ constexpr int STRETCH = (ROUTES + THREADS - 1) / THREADS * 32;  // routes of a w
 extern "C" __global__ void __launch_bounds__(THREADS)
     choose_experts(const u16*, const u16*, const float* bias, const int* row_request, float* route_weights, int*, int*,
                    int* route_experts, const float* logits) {
+    const Biases biases = load_biases(bias);
     wait_for_previous_kernel();
     allow_next_kernel();
     const int token = WARPS * blockIdx.x + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (token >= TOKENS) return;
-    const Choice choice = choose(logits + (u64)token * EXPERTS, bias, row_request[token] < 0);
+    const Choice choice = choose(logits + (u64)token * EXPERTS, biases, row_request[token] < 0);
     if (lane < TOP_K) {
         route_weights[(u64)token * TOP_K + lane] = choice.weight;
         route_experts[(u64)token * TOP_K + lane] = choice.expert;

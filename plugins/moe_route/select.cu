@@ -16,19 +16,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     select_experts(const u16*, const u16*, const float* bias, const int* row_request, float* route_weights,
                    int* expert_offsets, int* sorted_routes, int* route_experts, float* workspace) {
     DYNAMIC_SHARED(memory);
-    u32* mask = (u32*)memory;                     // [EXPERTS][WORDS]
-    int* first = (int*)(mask + EXPERTS * WORDS);  // [EXPERTS + 1]
-    int* sums = first + EXPERTS + 1;              // [WARPS]
+    u32* mask = (u32*)memory;                   // [EXPERTS][WORDS]
+    int* sums = (int*)(mask + EXPERTS * WORDS);  // [WARPS]
     int* finished = sums + WARPS;
-    int* chosen = finished + 1;                   // [WARPS * TOP_K], of this block's tokens
+    int* chosen = finished + 1;                 // [WARPS * TOP_K], of this block's tokens
+    int* first = chosen + WARPS * TOP_K;        // [EXPERTS + 1]; not beside `sums`, which is read as it is written
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < EXPERTS * WORDS; i += THREADS) mask[i] = 0;
+    const Biases biases = load_biases(bias);
 
     wait_for_previous_kernel();
     allow_next_kernel();
     const int token = WARPS * blockIdx.x + warp;
     if (token < TOKENS) {
-        const Choice choice = choose(workspace + token * EXPERTS, bias, row_request[token] < 0);
+        const Choice choice = choose(workspace + token * EXPERTS, biases, row_request[token] < 0);
         if (lane < TOP_K) {
             route_weights[token * TOP_K + lane] = choice.weight;
             route_experts[token * TOP_K + lane] = choice.expert;

@@ -12,6 +12,7 @@ from plugins.dense_gemm.tactics import TILE, Cut, gemm_launch
 from plugins.dense_gemm.tactics import refuses as matrix_refuses
 
 MOST_DECODE_TOKENS = 128
+MANY_TOKENS = 512  # from here on blocks of 64 tokens alone fill the chip
 MOST_EXPERTS = 1024  # 32 a lane
 MOST_TOP_K = 32  # a lane each
 Inputs = Sequence[TensorSpec | None]
@@ -25,15 +26,20 @@ def _sizes(inputs: Inputs) -> tuple[int, int, int]:
 
 
 def _logits(inputs: Inputs) -> Launch:
-    """32 experts by up to 64 tokens a cluster of 8 blocks, which split K."""
+    """32 experts by up to 64 tokens a cluster of 8 blocks, which split K; with very many tokens 128 experts a block."""
     tokens, experts, columns = _sizes(inputs)
+    entry = ("moe_route/logits.cu", "logits")
+    if tokens > MANY_TOKENS:
+        cluster = divisor(columns, 2)
+        cut = Cut(4, 8, divisor(columns // cluster, 2), cluster, 2)
+        return gemm_launch(tokens, experts, columns, cut, out_float32=True, entry=entry)
     token_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= tokens or t == 8)
     cluster = divisor(columns, 8)
     while 64 * token_tiles % cluster:
         cluster = divisor(columns, cluster - 1)
     k_warps = divisor(columns // cluster, 8 if token_tiles < 8 else 4)
     cut = Cut(1, token_tiles, k_warps, cluster, 3 if token_tiles == 4 else 4)
-    return gemm_launch(tokens, experts, columns, cut, out_float32=True, entry=("moe_route/logits.cu", "logits"))
+    return gemm_launch(tokens, experts, columns, cut, out_float32=True, entry=entry)
 
 
 def _constants(attrs: Attrs, inputs: Inputs) -> tuple[tuple[str, int], ...]:

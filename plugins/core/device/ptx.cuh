@@ -34,6 +34,13 @@ __device__ __forceinline__ uint2 load_weights8(const void* p) {
     return v;
 }
 
+// Weights are read once a pass: they leave the L2 first, so that lists, activations and code stay there.
+__device__ __forceinline__ u64 leaves_l2_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Bulk copies: 16-byte aligned, done by the copy engine, which reports to an mbarrier in shared memory.
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -47,10 +54,11 @@ __device__ __forceinline__ void mbarrier_init(u64* barrier) {
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(leaves_l2_first())
+        : "memory");
 }
 
 // Waits for the end of the phase with this parity: 0 for a barrier's first phase, 1 for the next, ..
@@ -70,7 +78,9 @@ __device__ __forceinline__ void copy16_or_zero(void* to, const void* from, bool 
 }
 
 __device__ __forceinline__ void copy16_streamed(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "l"(leaves_l2_first())
+                 : "memory");
 }
 
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -100,6 +110,13 @@ __device__ __forceinline__ uint4 load_activations16(const void* p, bool valid) {
         : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
         : "l"(p), "r"((u32)valid)
         : "memory");
+    return v;
+}
+
+// Volatile, so that it stays where it is issued.
+__device__ __forceinline__ float load_constant(const float* p) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
     return v;
 }
 
