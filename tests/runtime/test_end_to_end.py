@@ -18,7 +18,7 @@ from tests.checkpoints import make_tiny_checkpoint, make_tiny_draft
 
 NANO = Path(__file__).parents[2] / "artifacts" / "k2-nano"
 SLOTS = 8
-PROMPTS = 200
+PROMPTS = 72
 TREE = Speculation("tree", 8)
 TREE_16 = Speculation("tree", 16)
 
@@ -101,7 +101,7 @@ def held_out(nano) -> list[list[int]]:
     ids=["greedy", "0.7", "1.0 top_p"],
 )
 def test_speculation_on_a_real_model_changes_no_text(nano, held_out, params, budgets) -> None:
-    """Chain and trees over 200 prompts each. test_lossless.py has every budget at every temperature."""
+    """Chain and trees on real text. test_lossless.py has 200 prompts, and every budget at every temperature."""
     params = {"max_tokens": 8, **params}
     with Runtime.open(nano) as runtime:
         plain = texts(runtime, held_out, PLAIN, **params)
