@@ -16,7 +16,7 @@ def test_schemathesis_finds_nothing() -> None:
     program = Path(sys.executable).with_name("schemathesis")
     with live_server() as live:
         command = [str(program), "--config-file", str(CONFIG), "run", f"{live.url}/openapi.json", "--no-color"]
-        command += ["--checks", "all", "--max-examples", str(EXAMPLES), "--generation-deterministic", "--workers", "4"]
+        command += ["--checks", "all", "--max-examples", str(EXAMPLES), "--generation-deterministic"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
         assert live.client.get("/ready").status_code == 200
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
