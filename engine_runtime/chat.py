@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 # Unicode noncharacters, which text should never hold, then the private planes
 _GUARDS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
+_SLICE = 1 << 16  # characters
+
 
 class ChatError(Exception):
     """The messages, the tools or the template are unfit; the message is one sentence."""
@@ -110,12 +112,20 @@ class ChatTemplate:
 
     def _render(self, supplied: dict[str, Any]) -> tuple[str, str]:
         """The guard character, and the rendered text with the guards still in it."""
-        used = set(self._source).union(*_strings(supplied))
+        used = set(self._source)
+        for text in _strings(supplied):
+            for start in range(0, len(text), _SLICE):  # one call for a long text would stop all other threads
+                used.update(text[start : start + _SLICE])
         guard = next((char for char in map(chr, chain(*_GUARDS)) if char not in used), None)
         if guard is None:
             raise ValueError("the messages use every private code point")
-        marks = {ord(char): guard + char + guard for char in self._ends}
-        return guard, self._template.render(_map_strings(supplied, lambda text: text.translate(marks)))
+
+        def guarded(text: str) -> str:
+            for char in self._ends:
+                text = text.replace(char, guard + char + guard)
+            return text
+
+        return guard, self._template.render(_map_strings(supplied, guarded))
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

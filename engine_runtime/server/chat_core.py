@@ -25,6 +25,7 @@ from engine_runtime.server.contract import (
     ChatJob,
     ContentDelta,
     Engine,
+    EngineUnavailable,
     Finished,
     ReasoningDelta,
     StepTokens,
@@ -95,10 +96,12 @@ class Room:
 class Chat:
     """`contract.ChatRunner`."""
 
-    def __init__(self, engine: Engine, chat_format: ChatFormat, room: Room) -> None:
+    def __init__(self, engine: Engine, chat_format: ChatFormat, room: Room, ended: Callable[[str], None]) -> None:
+        """ended: told at the end of each turn why it ended, "abort" if its iterator was closed before."""
         self._engine = engine
         self._format = chat_format
         self._room = room
+        self._ended = ended
 
     async def render(self, job: ChatJob) -> list[int]:
         return list(await off_loop(self._format.render, job))
@@ -118,16 +121,24 @@ class Chat:
             trace=job.trace,
         )
         turn = _Turn(job, prepared, self._room.eos_ids)
+        reason = "abort"
         outputs = self._engine.generate(request)
-        async with aclosing(outputs):  # type: ignore[type-var]
-            try:
+        try:
+            async with aclosing(outputs):  # type: ignore[type-var]
                 async for output in outputs:
                     for event in turn.take(output):
+                        reason = event.reason if isinstance(event, Finished) else reason
                         yield event
                     if turn.ended:
                         return
-            except ValueError as error:
-                raise BadRequest(str(error)) from None
+        except ValueError as error:
+            reason = "refused"
+            raise BadRequest(str(error)) from None
+        except EngineUnavailable:
+            reason = "refused"
+            raise
+        finally:
+            self._ended(reason)
 
 
 class _Turn:

@@ -87,14 +87,17 @@ async def prompt_ids(services: Services, prompt: Any) -> list[tuple[int, ...]]:
         prompts: Sequence[Any] = [prompt]
     else:
         prompts = [prompt] if isinstance(prompt[0], int) else prompt
-    ids = [tuple(await off_loop(services.tokenizer.encode, p) if isinstance(p, str) else p) for p in prompts]
-    for tokens in ids:
-        if not tokens:
-            raise BadRequest("prompt: expected at least one token, found an empty text", "prompt")
-        if max(tokens) >= services.model.vocab_size:
-            found, most = max(tokens), services.model.vocab_size - 1
-            raise BadRequest(f"prompt: expected token ids from 0 to {most}, found {found}", "prompt")
-    return ids
+    return [await off_loop(_ids, services, one) for one in prompts]
+
+
+def _ids(services: Services, prompt: str | list[int]) -> tuple[int, ...]:
+    tokens = services.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if not tokens:
+        raise BadRequest("prompt: expected at least one token, found an empty text", "prompt")
+    found, most = max(tokens), services.model.vocab_size - 1
+    if found > most:
+        raise BadRequest(f"prompt: expected token ids from 0 to {most}, found {found}", "prompt")
+    return tuple(tokens)
 
 
 @dataclass
@@ -148,7 +151,8 @@ class _Answer:
             for index in range(self._n)
         ]
         engine, tokenizer = self._services.engine, self._services.tokenizer
-        return merge([run_text(engine, tokenizer, room.eos_ids, one, self._options) for one in requests])
+        ended = self._services.metrics.finished
+        return merge([run_text(engine, tokenizer, room.eos_ids, one, self._options, ended) for one in requests])
 
     def _note(self, index: int, piece: TextPiece) -> None:
         self._usages[index] = piece.usage

@@ -198,7 +198,10 @@ class EngineClient:
         pause, longest = _RESTART_SECONDS
         loaded = False
         while True:
-            failure = await self._run_process()
+            try:
+                failure = await self._run_process()
+            except OSError as error:
+                failure = Failed(f"the engine process cannot be started: {error.strerror}")
             loaded_now, loaded = self._state == "ready", loaded or self._state == "ready"
             self._state, self._reason = "failed", failure.reason
             self._fail_all(failure.reason)
@@ -232,9 +235,13 @@ class EngineClient:
             reader, self._writer = await asyncio.open_connection(sock=ours)
             self._send(self.settings.open)
             watchdog = asyncio.create_task(self._watch(process))
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            try:
                 while failure is None:
                     failure = self._take(decode_report(await read_frame(reader)))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass  # it ended; how, its exit code tells
+            except msgspec.DecodeError as error:
+                failure = Failed(f"the engine process sent a message that cannot be read: {error}")
         finally:
             hung = watchdog.result() if watchdog is not None and watchdog.done() else None
             if watchdog is not None:
@@ -255,12 +262,10 @@ class EngineClient:
             for name, output in report.outputs:
                 self._deliver(name, output, last=output.finish is not None)
         elif isinstance(report, Refused):
-            if report.id in self._matches:
-                self._matches[report.id].set_exception(ValueError(report.message))
+            self._settle(report.id, ValueError(report.message))
             self._deliver(report.id, ValueError(report.message), last=True)
         elif isinstance(report, Matched):
-            if report.id in self._matches:
-                self._matches[report.id].set_result(report.matches)
+            self._settle(report.id, report.matches)
         elif isinstance(report, Loading):
             self._progress, self._reason = report.fraction, f"the engine is {report.stage} ({report.fraction:.0%})"
         elif isinstance(report, Ready):
@@ -277,12 +282,21 @@ class EngineClient:
         if not self._streams:
             self._idle.set()
 
+    def _settle(self, name: int, answer: tuple[tuple[int, int], ...] | Exception) -> None:
+        """Give the query `name` its answer, unless whoever asked has left."""
+        future = self._matches.get(name)
+        if future is None or future.done():
+            return
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
     def _fail_all(self, reason: str) -> None:
         for name in list(self._streams):
             self._deliver(name, EngineUnavailable(reason), last=True)
-        for future in self._matches.values():
-            if not future.done():
-                future.set_exception(EngineUnavailable(reason))
+        for name in list(self._matches):
+            self._settle(name, EngineUnavailable(reason))
 
     async def _watch(self, process: asyncio.subprocess.Process) -> str:
         """Kill the process when it has been silent for too long; gives what to say about it."""

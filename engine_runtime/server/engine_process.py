@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -136,8 +137,8 @@ def warm_up(runtime: StepLoop) -> None:
 
 
 def serve(channel: Channel, open_runtime: Callable[[Progress], StepLoop]) -> int:
-    """Open, warm up, run; returns the exit code. `EngineError` and `RankError` are told to the other side, as permanent
-    where the engine could not be opened."""
+    """Open, warm up, run; returns the exit code. Why it failed is told to the other side, as permanent where the engine
+    could not be opened."""
     runtime: StepLoop | None = None
     ready = False
     try:
@@ -152,6 +153,10 @@ def serve(channel: Channel, open_runtime: Callable[[Progress], StepLoop]) -> int
                 return 0
             except (EngineError, RankError) as error:
                 channel.send(Failed(str(error).splitlines()[0], permanent=not ready))
+            except Exception as error:
+                traceback.print_exc()
+                reason = f"the engine process failed with {type(error).__name__}, its traceback is in the log"
+                channel.send(Failed(reason, permanent=not ready))
         return 1
     finally:
         if runtime is not None:

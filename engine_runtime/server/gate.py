@@ -18,7 +18,7 @@ from engine_runtime.server.errors import error_response
 from engine_runtime.server.logs import request_id
 
 OPEN_PATHS = {"/health", "/health/live", "/health/ready", "/ready"}  # answered without a key
-BODY_SECONDS = 30.0  # for the next piece of a request's body
+BODY_SECONDS = 60.0  # for the whole body of a request to arrive
 MAX_ID = 128  # characters of a client's own request id
 
 _log = logging.getLogger(__name__)
@@ -97,13 +97,14 @@ class Gate:
     def _bounded(self, receive: Receive) -> Receive:
         """`receive` that refuses a body that is too large or does not come."""
         received, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def bounded() -> Message:
             nonlocal received, complete
             if complete:
                 return await receive()
             try:
-                async with asyncio.timeout(BODY_SECONDS):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:g} seconds") from None

@@ -1,6 +1,7 @@
 """Prometheus metrics: this server's own names, and vLLM's for the dashboards and routers that read those.
 
-Counts of the engine come from its last snapshot, counts of requests from `Metered`, which every generation passes.
+Counts of the engine come from its last snapshot, times and sizes of requests from `Metered`, which every generation
+passes, and why they ended from those who know: a text may end at a stop string, of which the engine hears nothing.
 """
 
 from __future__ import annotations
@@ -85,9 +86,10 @@ class Metrics:
         self.registry.register(_EngineCollector(model, limits, snapshot, health))
 
     def finished(self, reason: str) -> None:
+        """A generation ended: "stop", "length", "tool_calls", "error", "abort" (left by its client) or "refused"."""
         self._finished.labels(self._model, reason).inc()
-        if reason != "error":
-            self._success.labels(self._model, reason).inc()
+        if reason not in ("error", "refused"):  # vLLM knows no reason of its own for tool calls
+            self._success.labels(self._model, "stop" if reason == "tool_calls" else reason).inc()
 
     def count_http(self, method: str, route: str, status: int, seconds: float) -> None:
         method = method if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE") else "other"
@@ -108,7 +110,6 @@ class Metered:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         metrics, start = self._metrics, self._clock()
         latest: float | None = None
-        reason = "abort"
         last = Output()
         outputs = self._engine.generate(request)
         try:
@@ -121,25 +122,15 @@ class Metered:
                     elif count and latest is not None:
                         metrics.between.observe((now - latest) / count)
                     latest = now if count else latest
-                    reason = output.finish or reason
                     yield output
-        except ValueError:
-            reason = "refused"
-            raise
         finally:
-            self._ended(last, reason, self._clock() - start)
-
-    def _ended(self, last: Output, reason: str, seconds: float) -> None:
-        metrics = self._metrics
-        metrics.finished(reason)
-        if last.usage is None or last.timing is None:
-            return
-        metrics.whole.observe(seconds)
-        metrics.queue.observe(last.timing.queue)
-        metrics.prefill.observe(last.timing.prefill)
-        metrics.decode.observe(last.timing.draft + last.timing.verify)
-        metrics.prompt_tokens.observe(last.usage.prompt_tokens)
-        metrics.generated_tokens.observe(last.usage.completion_tokens)
+            if last.usage is not None and last.timing is not None:
+                metrics.whole.observe(self._clock() - start)
+                metrics.queue.observe(last.timing.queue)
+                metrics.prefill.observe(last.timing.prefill)
+                metrics.decode.observe(last.timing.draft + last.timing.verify)
+                metrics.prompt_tokens.observe(last.usage.prompt_tokens)
+                metrics.generated_tokens.observe(last.usage.completion_tokens)
 
 
 class _EngineCollector(Collector):

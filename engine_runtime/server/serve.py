@@ -76,7 +76,7 @@ def make_services(config: ServeConfig, artifact: str, model: ModelInfo) -> Servi
     client = EngineClient(settings)
     metrics = Metrics(model.name, model.limits, lambda: client.snapshot, client.health)
     engine = Metered(client, metrics)
-    chat = Chat(engine, KimiFormat(ChatTemplate.load(artifact, tokenizer), tokenizer), model.room())
+    chat = Chat(engine, KimiFormat(ChatTemplate.load(artifact, tokenizer), tokenizer), model.room(), metrics.finished)
     defaults = SamplingParams(temperature=config.temperature, top_p=config.top_p)
     return Services(model, tokenizer, engine, client, chat, metrics, defaults)
 
@@ -85,12 +85,15 @@ async def _serve(config: ServeConfig, artifact: str, model: ModelInfo, listener:
     from engine_runtime.server.app import create_app
     from engine_runtime.server.listener import Server
 
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
     services = make_services(config, artifact, model)
     app = create_app(services, config.api_key, config.max_body_bytes)
     server = Server(app, CLOSE_SECONDS)
     services.client.start()
     _log.info("listening", extra={"fields": {"address": listener.getsockname(), "engine": model.fingerprint}})
-    ending = asyncio.create_task(_end_in_time(config, services, server))
+    ending = asyncio.create_task(_end_in_time(told, config, services, server))
     try:
         await server.serve([listener])
     finally:
@@ -101,11 +104,9 @@ async def _serve(config: ServeConfig, artifact: str, model: ModelInfo, listener:
     return 0
 
 
-async def _end_in_time(config: ServeConfig, services: Services, server: Server) -> None:
-    """Wait for a signal, or for an engine that cannot be loaded; then end the server, after what runs has ended."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+async def _end_in_time(told: asyncio.Event, config: ServeConfig, services: Services, server: Server) -> None:
+    """Wait for a signal (`told`), or for an engine that cannot be loaded; then end the server, after what runs has
+    ended."""
     signalled = asyncio.create_task(told.wait())
     await asyncio.wait((signalled, services.client.given_up), return_when=asyncio.FIRST_COMPLETED)
     if told.is_set():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from engine_runtime.generation import GenerationRequest, RequestTiming, RequestUsage, TokenLogprobs
-from engine_runtime.server.contract import BadRequest, Engine
+from engine_runtime.server.contract import BadRequest, Engine, EngineUnavailable
 from engine_runtime.server.stops import StopStrings, split_stop
 from engine_runtime.tokenizer import Tokenizer
 
@@ -44,15 +44,22 @@ class TextOptions:
 
 
 async def run_text(
-    engine: Engine, tokenizer: Tokenizer, eos_ids: tuple[int, ...], request: GenerationRequest, options: TextOptions
+    engine: Engine,
+    tokenizer: Tokenizer,
+    eos_ids: tuple[int, ...],
+    request: GenerationRequest,
+    options: TextOptions,
+    ended: Callable[[str], None],
 ) -> AsyncGenerator[TextPiece, None]:
-    """The continuation of `request.prompt`. Raises `BadRequest` for what the engine does not take."""
+    """The continuation of `request.prompt`. ended: told at the end why it ended, "abort" if the caller closes this
+    before. Raises `BadRequest` for what the engine does not take."""
     decoder = tokenizer.stream(options.skip_special)
     stops = StopStrings(options.stops, options.include_stop)
     usage, timing = RequestUsage(len(request.prompt)), RequestTiming()
+    reason = "abort"
     outputs = engine.generate(request)
-    async with aclosing(outputs):  # type: ignore[type-var]
-        try:
+    try:
+        async with aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
                 usage, timing = output.usage or usage, output.timing or timing
                 tokens, logprobs, stop = split_stop(output, request.params, eos_ids, options.include_stop)
@@ -65,8 +72,15 @@ async def run_text(
                     end = TextEnd("stop", timing, stops.found)
                 elif end is not None:
                     text += stops.flush()
+                reason = reason if end is None else end.reason
                 yield TextPiece(text, tokens, logprobs or (), usage, output.prompt_logprobs, end)
                 if end is not None:
                     return
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
+    except ValueError as error:
+        reason = "refused"
+        raise BadRequest(str(error)) from None
+    except EngineUnavailable:
+        reason = "refused"
+        raise
+    finally:
+        ended(reason)

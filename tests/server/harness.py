@@ -152,7 +152,7 @@ def services_of(engine: ScriptedEngine, model: ModelInfo = MODEL) -> Services:
     client: Any = engine
     metrics = Metrics(model.name, model.limits, lambda: engine.snapshot, engine.health)
     metered = Metered(engine, metrics)
-    chat = Chat(metered, KimiFormat(TEMPLATE, TOKENIZER), model.room())
+    chat = Chat(metered, KimiFormat(TEMPLATE, TOKENIZER), model.room(), metrics.finished)
     return Services(model, TOKENIZER, metered, client, chat, metrics, SamplingParams(temperature=1.0, top_p=0.95))
 
 

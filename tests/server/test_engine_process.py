@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -21,8 +22,9 @@ from engine_runtime.generation import GenerationRequest, Output
 from engine_runtime.sampling import SamplingParams
 from engine_runtime.server.contract import EngineUnavailable
 from engine_runtime.server.engine_client import EngineClient, EngineSettings
-from engine_runtime.server.wire import Open
+from engine_runtime.server.wire import Matched, Open
 from tests.runtime.toy import ToyExecutor, toy_limits
+from tests.server.toy_process import FAULTY_SEED
 
 COMMAND = (sys.executable, "-m", "tests.server.toy_process")
 SECONDS = 120.0  # for anything to happen on a busy machine
@@ -113,6 +115,11 @@ def test_requests_queue_cancel_match_and_counts() -> None:
             assert match.cached == 96 and match.common >= 96
             with pytest.raises(ValueError, match="at least one token"):
                 await client.match([[]])
+            # an answer that comes when nobody waits for it any more
+            asking = asyncio.ensure_future(client.match([long.prompt]))
+            await asyncio.sleep(0)
+            asking.cancel()
+            client._take(Matched(max(client._matches), ((0, 0),)))
             # no more than slots and queue hold
             streams = [client.generate(request([1], 200)) for _ in range(10)]
             await asyncio.gather(*(anext(stream) for stream in streams[:8]))
@@ -137,7 +144,29 @@ def test_requests_queue_cancel_match_and_counts() -> None:
     run(test)
 
 
-def test_a_failed_load_is_given_up_with_its_reason() -> None:
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (("/no/such/program",), "cannot be started: No such file"),
+        ((sys.executable, "-c", "import os, sys; os.write(int(sys.argv[1]), b'\\1\\0\\0\\0x')"), "cannot be read"),
+        ((sys.executable, "-c", "import sys; sys.exit(5)"), "exit code 5"),
+        ((sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"), "killed by SIGKILL"),
+    ],
+)
+def test_a_process_that_is_none_is_told_and_tried_again(command, reason) -> None:
+    async def test() -> None:
+        client = EngineClient(EngineSettings(Open(""), slots=1, command=command))
+        client.start()
+        await state(client, "failed")
+        assert reason in (client.health().reason or "")
+        await until(lambda: client.health().restarts == 1)
+        await client.stop()
+        assert client.health().state == "stopped"
+
+    run(test)
+
+
+def test_a_load_that_cannot_succeed_is_given_up_with_its_reason() -> None:
     async def test() -> None:
         async with engine(fail="rank0.engine: damaged: rebuild it") as client:
             assert await client.given_up == "rank0.engine: damaged: rebuild it"
@@ -146,11 +175,15 @@ def test_a_failed_load_is_given_up_with_its_reason() -> None:
     run(test)
 
 
-def test_a_crash_while_loading_is_tried_again(tmp_path) -> None:
+def test_a_fault_in_a_step_fails_what_runs_and_it_comes_back() -> None:
     async def test() -> None:
-        async with engine(crash=str(tmp_path / "crashed")) as client:
-            await state(client, "failed")
-            assert "exit code 3" in (client.health().reason or "")
+        async with engine() as client:
+            await state(client, "ready")
+            stream = client.generate(request([4, 2], 200))
+            await anext(stream)
+            with pytest.raises(EngineUnavailable, match="ZeroDivisionError"):
+                await tokens_of(client, request([1], seed=FAULTY_SEED))
+            assert "ZeroDivisionError" in ([output async for output in stream][-1].error or "")
             await state(client, "ready")
             assert client.health().restarts == 1
 
@@ -183,8 +216,8 @@ def test_an_engine_or_a_rank_killed_mid_stream() -> None:
             await _killed_mid_stream(client, lambda: processes(client)[0])
             # while nothing runs it is noticed too
             processes(client)[1].kill()
-            await until(lambda: client.health().restarts == 3)
-            await state(client, "ready")
+            await state(client, "failed")
+            assert "rank1" in (client.health().reason or "")
 
     run(test)
 
@@ -229,20 +262,20 @@ def test_drain_lets_requests_end_and_takes_no_more() -> None:
     run(test)
 
 
-def test_a17_an_idle_engine_sleeps() -> None:
+def test_what_has_not_ended_when_the_server_stops_hears_of_it() -> None:
     async def test() -> None:
-        async with engine() as client:
+        async with engine(slow=0.01) as client:
             await state(client, "ready")
-            await tokens_of(client, request([4, 2], 10))
-            watched = [psutil.Process(), *processes(client)]
-
-            def used() -> float:
-                return sum(sum(process.cpu_times()[:2]) for process in watched)
-
-            await asyncio.sleep(1.0)
-            before = used()
-            await asyncio.sleep(4.0)
-            assert used() - before <= 0.02 * 4.0 + 0.02  # the clock's tick is 10 ms
+            stream = client.generate(request([4, 2], 200))
+            await anext(stream)
+            asking = asyncio.ensure_future(client.match([[1]]))
+            await asyncio.sleep(0)
+            await client.stop()
+            assert [output async for output in stream][-1].error == "the server was stopped"
+            with contextlib.suppress(EngineUnavailable):  # it may have been answered before
+                await asking
+            with pytest.raises(EngineUnavailable, match="stopped"):
+                await anext(client.generate(request([1])))
 
     run(test)
 

@@ -194,6 +194,15 @@ def test_a15_sigterm_lets_streams_end(artifact) -> None:
         assert not alive
 
 
+def test_sigterm_while_loading_ends_it(artifact) -> None:
+    with serve(artifact) as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(SECONDS) == 0
+        _, alive = psutil.wait_procs(family, timeout=SECONDS)
+        assert not alive
+
+
 def test_a14_a_port_that_is_taken_ends_it_at_once() -> None:
     """Before the artifact is even looked at."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -73,6 +73,7 @@ def test_a10_generation_ends_when_the_client_leaves(live, path, begun, streamed)
     thread.join()
     wait_for(lambda: live.engine.closed == [0])
     assert len(steps.reached) == (3 if begun else 1)  # not one step more
+    assert 'finished_reason="abort"' in live.client.get("/metrics").text
     live.engine.before = None
     assert live.post(CHAT, HI).json()["choices"][0]["message"]["content"] == "Hello, world!"
 

@@ -22,6 +22,8 @@ from engine_runtime.server.engine_process import Progress, connect, receive_open
 from plugins.core.plugin import Communicator
 from tests.runtime.toy import ToyExecutor, toy_limits
 
+FAULTY_SEED = 666  # a request with it makes the next step fail
+
 
 class ToyRank:
     """One rank; the ranks meet in every step."""
@@ -50,15 +52,17 @@ class ToyRuntime:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._group = RankGroup(options.get("tp", 1), ToyRank, (options,), timeout=60)
+        self._faulty = False
 
     def submit(self, request: GenerationRequest) -> int:
+        self._faulty = self._faulty or request.params.seed == FAULTY_SEED
         return self._group.call_checked("submit", request)
 
     def cancel(self, request: int) -> None:
         self._group.call_checked("cancel", request)
 
     def step(self) -> list[Event]:
-        return self._group.call("step")
+        return self._group.call("step") if not self._faulty else [1 // 0]
 
     def match(self, prompt: Any) -> PrefixMatch:
         return self._decoder.match(prompt)
