@@ -50,11 +50,10 @@ class Kernel:
 
     def start(self, addresses: Sequence[int], stream: int) -> None:
         """Start on `stream` (a CUstream handle) with device addresses as arguments, 0 for an absent operand."""
-        values = (ctypes.c_void_p * len(addresses))(*addresses)
-        size = ctypes.sizeof(ctypes.c_void_p)
-        pointers = (ctypes.c_void_p * len(addresses))(
-            *(ctypes.addressof(values) + i * size for i in range(len(addresses)))
-        )
+        arguments = (*addresses, *self.launch.scalars)
+        values = (ctypes.c_int64 * len(arguments))(*arguments)
+        start, size = ctypes.addressof(values), ctypes.sizeof(ctypes.c_int64)
+        pointers = (ctypes.c_void_p * len(arguments))(*(start + i * size for i in range(len(arguments))))
         self._config.hStream = stream
         _call(driver.cuLaunchKernelEx, self._config, self._function, ctypes.addressof(pointers), 0)
 

@@ -87,7 +87,7 @@ class Step:
 
 
 def _launch(value: dict[str, Any]) -> Launch:
-    geometry = {key: tuple(value[key]) for key in ("grid", "block", "cluster")}
+    geometry = {key: tuple(value[key]) for key in ("grid", "block", "cluster", "scalars")}
     return Launch(**{**value, **geometry, "constants": tuple((name, number) for name, number in value["constants"])})
 
 

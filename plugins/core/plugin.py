@@ -52,7 +52,8 @@ class Launch:
 
     source: file under plugins/; kernel: its extern "C" function; constants: the macros it is compiled with.
     Geometry in blocks and threads; `smem` is dynamic shared memory in bytes. With `pdl` the kernel may start before
-    its predecessor in the stream has ended (programmatic dependent launch) and waits for it by itself.
+    its predecessor in the stream has ended (programmatic dependent launch) and waits for it by itself. `scalars` are
+    64-bit integers passed after the addresses: what differs between steps that share one image, as a layer's number.
     """
 
     source: str
@@ -63,6 +64,7 @@ class Launch:
     cluster: tuple[int, int, int] = (1, 1, 1)
     smem: int = 0
     pdl: bool = True
+    scalars: tuple[int, ...] = ()
 
     @property
     def image(self) -> str:
@@ -80,7 +82,7 @@ class Tactic:
 
     `workspace` is scratch in bytes, placed in the arena for the time of the step. `launches(attrs, inputs, arch)` are
     the kernels of a step, started in this order; None for the reference. Each gets the same arguments: the addresses of
-    all inputs, all outputs and the workspace, 0 for what is absent.
+    all inputs, all outputs and the workspace, 0 for what is absent, then its own `scalars`.
     """
 
     name: str
