@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from plugins.core.cuda import compile_launch
-from plugins.core.kernel import Kernel
+from plugins.core.kernel import Image, Kernel
 from plugins.core.plugin import Launch, Tactic, get_plugin
 from plugins.core.spec import TensorSpec
 from plugins.core.torch_dtypes import TORCH_DTYPES
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_IMAGES: dict[str, Image] = {}
 _KERNELS: dict[Launch, Kernel] = {}
 
 
@@ -29,7 +30,9 @@ def spec_of(tensor: torch.Tensor | None) -> TensorSpec | None:
 
 def kernel_of(launch: Launch) -> Kernel:
     if launch not in _KERNELS:
-        _KERNELS[launch] = Kernel(launch, compile_launch(launch, arch()))
+        if launch.image not in _IMAGES:
+            _IMAGES[launch.image] = Image(compile_launch(launch, arch()))
+        _KERNELS[launch] = Kernel(launch, _IMAGES[launch.image])
     return _KERNELS[launch]
 
 
