@@ -111,7 +111,7 @@ def build(
 ) -> Manifest:
     """Pack, write and publish the artifact `output`; resumes what an interrupted build left."""
     _check_accounting(source, plans)
-    images = compile_images(plans, progress)
+    images = compile_images(plans, options.splat, progress)
     with Staging(output) as staging:
         if not options.splat:
             packed = staging.add_weights(

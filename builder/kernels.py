@@ -7,15 +7,21 @@ from collections.abc import Callable, Iterable
 from plugins.core.cuda import MAX_SHARED_BYTES, REGISTERS, compile_launch, read_resources
 from plugins.core.plan import Plan
 from plugins.core.plugin import Launch, PluginError
+from plugins.core.spec import TensorSpec
+from plugins.core.splat import splat_launch
 
 
-def compile_images(plans: Iterable[Plan], progress: Callable[[str], None]) -> dict[str, bytes]:
+def compile_images(plans: Iterable[Plan], splat: bool, progress: Callable[[str], None]) -> dict[str, bytes]:
     """Cubins by the name under which steps ask for them (`Launch.image`), in the order of the names.
 
-    Raises `PluginError` for a kernel that does not compile or does not fit the chip.
+    splat: also what fills weights synthetically. Raises `PluginError` for a kernel that does not compile or does not
+    fit the chip.
     """
     launches: dict[str, tuple[Launch, str]] = {}
     for plan in plans:
+        if splat and plan.arch != "cpu":
+            launch = splat_launch("", TensorSpec((1,), "float32"))
+            launches.setdefault(launch.image, (launch, plan.arch))
         for phase in plan.phases.values():
             for step in phase.steps:
                 for launch in step.launches:

@@ -257,7 +257,9 @@ class Decoder:
         """Of `tokens`, which were drawn after `rows` of the last pass, where `request` asks for them."""
         if request.given.logprobs is None:
             return None
-        return token_logprobs(self._executor.read("logits")[list(rows)], tokens, request.given.logprobs)
+        first = min(rows)
+        logits = self._executor.read("logits", slice(first, max(rows) + 1))  # a request's rows lie together
+        return token_logprobs(logits[[row - first for row in rows]], tokens, request.given.logprobs)
 
     # ---- decode ----
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from plugins.core.container import Container, decode_header, map_file, parse_json
+from plugins.core.container import Container, Entry, decode_header, map_file, parse_json
 from plugins.core.engine_file import (
     ENGINE_FORMAT,
     RANK_FILE,
@@ -39,17 +39,33 @@ Check = Callable[[str, mmap.mmap | bytes], None]  # raises EngineError unless a 
 
 
 @dataclass(frozen=True)
+class WeightsFile:
+    """`rankR.weights` with its header checked and its content still to be read.
+
+    tensors: in file order, without gaps but for the alignment. digest: BLAKE3 (hex) that whoever reads the file
+    compares, None where that is not asked for. again: the command that rebuilds it.
+    """
+
+    path: Path
+    tensors: dict[str, Entry]
+    size: int
+    digest: str | None
+    again: str
+
+
+@dataclass(frozen=True)
 class Engine:
     """One rank of an engine, checked.
 
     weights: name -> read-only view of the file in upload order, in the storage dtype of
-    `plugins.core.spec.DTYPES` (bfloat16 as uint16); empty in a "splat" engine, whose weights are synthetic.
-    cubins: kernel image by name.
+    `plugins.core.spec.DTYPES` (bfloat16 as uint16); empty in a "splat" engine, whose weights are synthetic, and where
+    `weights_file` is to be read instead. cubins: kernel image by name.
     """
 
     manifest: Manifest
     plan: Plan
     weights: dict[str, np.ndarray]
+    weights_file: WeightsFile | None
     cubins: dict[str, bytes]
     path: Path
     rank: int
@@ -62,13 +78,15 @@ def load_engine(
     arch: str | None = None,
     verify: Literal["digest", "size"] = "digest",
     progress: Callable[[float], None] | None = None,
+    map_weights: bool = True,
 ) -> Engine:
     """Rank `rank` of the engine in `directory`, for `tp` ranks on `arch` (None: whatever it was built for).
 
     verify: "digest" reads every byte of this rank and of the small files against its BLAKE3 digest; "size"
     checks sizes, headers and keys only, which finds truncated and mixed-up files but not flipped bits. progress:
-    called with the fraction of those bytes that have been read. Raises `EngineError`, and nothing else, for any
-    content of `directory`.
+    called with the fraction of those bytes that have been read. map_weights: False leaves the weights' content to who
+    uploads it, digest included, so that it is read once. Raises `EngineError`, and nothing else, for any content of
+    `directory`.
     """
     base = Path(directory)
     manifest = read_manifest(base)
@@ -86,8 +104,17 @@ def load_engine(
         if not RANK_FILE.fullmatch(name) and verify == "digest":
             check(name, _map(base / name) if record.bytes else b"")
     plan, cubins = _load_plan(base, manifest, rank, check, again)
-    weights = _load_weights(base, manifest, plan, rank, check, again) if manifest.weights == "packed" else {}
-    return Engine(manifest, plan, weights, cubins, base, rank)
+    weights: dict[str, np.ndarray] = {}
+    weights_file = None
+    if manifest.weights == "packed":
+        data, container = _open_weights(base, manifest, plan, rank, check if map_weights else _no_check, again)
+        if map_weights:
+            weights = _views(data, container)
+        else:
+            name = weights_name(rank)
+            digest = manifest.files[name].blake3 if verify == "digest" else None
+            weights_file = WeightsFile(base / name, container.tensors, container.size, digest, again)
+    return Engine(manifest, plan, weights, weights_file, cubins, base, rank)
 
 
 def _digest_check(
@@ -204,9 +231,9 @@ def _check_sizes(plan: Plan) -> None:
             raise ValueError(f"{name}: {size!r} is not a size")
 
 
-def _load_weights(
+def _open_weights(
     base: Path, manifest: Manifest, plan: Plan, rank: int, check: Check, again: str
-) -> dict[str, np.ndarray]:
+) -> tuple[mmap.mmap, Container]:
     name = weights_name(rank)
     try:
         layout = layout_key(plan, manifest.layout_versions)
@@ -226,6 +253,10 @@ def _load_weights(
         raise EngineError(
             f"{base / name}: its tensors are not the plan's weights: rebuild with `rm {base / name}; {again}`"
         )
+    return data, container
+
+
+def _views(data: mmap.mmap, container: Container) -> dict[str, np.ndarray]:
     weights: dict[str, np.ndarray] = {}
     for key, entry in container.tensors.items():
         dtype = DTYPES[entry.spec.dtype][1]

@@ -121,7 +121,7 @@ class Passes:
         executor.write("remaining", remaining, slot)
         executor.write("request_rows", 0)
         executor.write("context_len", start + count, slot)
-        return executor.read("logits")[:count]
+        return executor.read("logits", slice(0, count))
 
     def _write_chain(self, slot: int, bucket: int, tokens: np.ndarray, start: int, kv_slots: np.ndarray) -> None:
         """The rows of a pass that has only `tokens`, each the child of the one before it."""

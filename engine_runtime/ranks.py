@@ -2,7 +2,7 @@
 
 Every rank holds the same kind of object (a decoder). Calls on it are mirrored: the parent sends the call to
 the workers, makes it itself, then collects their acknowledgements. The ranks meet in the collectives of the
-plan, over gloo. A worker that fails or dies makes the parent's call fail with
+plan, over what they make of their `Rendezvous`. A worker that fails or dies makes the parent's call fail with
 `RankError`; nothing waits longer than `timeout` seconds.
 """
 
@@ -17,14 +17,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
-
+from typing import Any
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 _START_SECONDS = 120.0  # for a worker's interpreter and imports
@@ -38,29 +34,14 @@ class RankError(RuntimeError):
     """A rank failed; the message names the rank and what it said. The group is closed."""
 
 
-class GlooCommunicator:
-    """`plugins.core.plugin.Communicator` over a gloo group of its own, met through the file `store`.
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks meet: a file that does not exist yet, for at most `timeout` seconds."""
 
-    torch's default group is left alone: it numbers groups by process, which a failed start puts out of step.
-    """
-
-    def __init__(self, rank: int, world: int, store: str, timeout: float) -> None:
-        import torch.distributed as dist
-
-        self.rank = rank
-        self.world = world
-        limit = timedelta(seconds=timeout)
-        file_store = dist.FileStore(store, world)
-        file_store.set_timeout(limit)
-        self._group: Any = dist.ProcessGroupGloo(file_store, rank, world, limit)  # its stubs lack the collectives
-
-    def all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
-        import torch
-
-        value = value.contiguous()
-        parts = [torch.empty_like(value) for _ in range(self.world)]
-        self._group.allgather([parts], [value]).wait()
-        return parts
+    rank: int
+    world: int
+    store: str
+    timeout: float
 
 
 def _worker(
@@ -80,7 +61,7 @@ def _worker(
     code = 1
     try:
         pipe.send(("ok", None))  # up: the parent may wait for this rank in the rendezvous
-        target = factory(rank, GlooCommunicator(rank, world, store, timeout), *args)
+        target = factory(Rendezvous(rank, world, store, timeout), *args)
         pipe.send(("ok", None))
         while True:
             method, parameters, keywords = pipe.recv()
@@ -101,8 +82,7 @@ def _worker(
 
 
 class RankGroup:
-    """`world` ranks, each holding `factory(rank, communicator, *args)`; communicator is None for one rank
-    alone.
+    """`world` ranks, each holding `factory(rendezvous, *args)`.
 
     `target` is rank 0's object, which is also given `local`, keyword arguments that need not be sent anywhere. Not
     thread-safe: one call at a time.
@@ -123,7 +103,7 @@ class RankGroup:
         self._directory: str | None = None
         self._closed = False
         if world == 1:
-            self.target = factory(0, None, *args, **(local or {}))
+            self.target = factory(Rendezvous(0, 1, "", timeout), *args, **(local or {}))
             return
         self._directory = tempfile.mkdtemp(prefix="k2-ranks-")
         store = os.path.join(self._directory, "store")
@@ -138,9 +118,7 @@ class RankGroup:
                 self._workers.append(worker)
                 self._pipes.append(ours)
             self._collect("start", _START_SECONDS)
-            self.target = self._guard(
-                lambda: factory(0, GlooCommunicator(0, world, store, timeout), *args, **(local or {}))
-            )
+            self.target = self._guard(lambda: factory(Rendezvous(0, world, store, timeout), *args, **(local or {})))
             self._collect("open")
         except BaseException:
             self._stop(0.0)

@@ -7,26 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import numpy as np
 
 from engine_runtime.budget import CostTable
 from engine_runtime.decoder import Decoder, Event
 from engine_runtime.engine import EngineError, load_engine
+from engine_runtime.executor import Executor
 from engine_runtime.generation import GenerationRequest, Output
 from engine_runtime.grammar import Grammars
 from engine_runtime.prefix_cache import PrefixMatch
-from engine_runtime.ranks import DEFAULT_TIMEOUT, RankGroup
+from engine_runtime.ranks import DEFAULT_TIMEOUT, RankGroup, Rendezvous
 from engine_runtime.scheduler import PrefillScheduler
 from engine_runtime.stats import DecodeStats, EngineStatus, TimeSplit
 from engine_runtime.step_costs import measure_costs
 from engine_runtime.tokenizer import Tokenizer
-from plugins.core.engine_file import Manifest, read_manifest
-
-if TYPE_CHECKING:
-    from engine_runtime.executor.cpu import CpuExecutor
-    from plugins.core.plugin import Communicator
+from plugins.core.engine_file import Manifest, read_manifest, rebuild_command
 
 
 @dataclass(frozen=True)
@@ -42,34 +39,59 @@ class RankOptions:
     """What every rank is opened with."""
 
     path: str
+    arch: str
     threads: int
-    verify: str
+    verify: Literal["digest", "size"]
     costs: CostTable | None
     calibrate: bool
     profile: bool
+
+
+def open_cpu_rank(
+    at: Rendezvous, options: RankOptions, progress: Callable[[float], None]
+) -> tuple[Executor, dict[str, float] | None]:
+    """Executor of one rank on the CPU, and its seconds by plugin where the options ask for them."""
+    import torch
+
+    from engine_runtime.executor.cpu import CpuExecutor
+    from engine_runtime.executor.gloo import GlooCommunicator
+
+    torch.set_num_threads(options.threads)
+    engine = load_engine(options.path, at.rank, verify=options.verify, progress=progress)
+    weights = None if engine.manifest.weights == "splat" else engine.weights
+    executor = CpuExecutor(engine.plan, weights, GlooCommunicator(at) if at.world > 1 else None)
+    return executor, executor.collect_profile() if options.profile else None
+
+
+def open_cuda_rank(
+    at: Rendezvous, options: RankOptions, progress: Callable[[float], None]
+) -> tuple[Executor, dict[str, float] | None]:
+    """Executor of one rank on the GPU with the rank's number; times by plugin come from `CudaExecutor.profile`."""
+    from engine_runtime.executor.collectives import Nccl
+    from engine_runtime.executor.cuda import CudaExecutor, open_device
+    from engine_runtime.executor.weights import weight_source
+
+    engine = load_engine(options.path, at.rank, verify=options.verify, map_weights=False)
+    device = open_device(engine.plan, at.rank, rebuild_command(options.path, at.world, engine.plan.arch))
+    try:
+        nccl = Nccl(at.rank, at.world, Path(at.store), device, at.timeout) if at.world > 1 else None
+        weights = weight_source(engine)
+        return CudaExecutor(engine.plan, engine.cubins, weights, device, nccl, lambda done, _: progress(done)), None
+    except BaseException:
+        device.close()
+        raise
 
 
 class RankRuntime:
     """One rank: engine, executor and decoder. Its methods are what `Runtime` mirrors to all ranks."""
 
     def __init__(
-        self,
-        rank: int,
-        comm: Communicator | None,
-        options: RankOptions,
-        progress: Callable[[float], None] | None = None,
+        self, at: Rendezvous, options: RankOptions, progress: Callable[[float], None] = lambda fraction: None
     ) -> None:
-        import torch
-
-        from engine_runtime.executor.cpu import CpuExecutor
-
-        torch.set_num_threads(options.threads)
-        engine = load_engine(options.path, rank, arch="cpu", verify=options.verify, progress=progress)  # type: ignore[arg-type]
-        weights = None if engine.manifest.weights == "splat" else engine.weights
-        self.executor: CpuExecutor = CpuExecutor(engine.plan, weights, comm)
+        opened = open_cpu_rank if options.arch == "cpu" else open_cuda_rank
+        self.executor, self.plugin_seconds = opened(at, options, progress)
         grammars = Grammars(lambda: Tokenizer.load(options.path))
         self.decoder = Decoder(self.executor, options.costs, options.calibrate, grammars)
-        self.plugin_seconds = self.executor.collect_profile() if options.profile else None
 
     def submit(self, request: GenerationRequest) -> int:
         return self.decoder.submit(request)
@@ -110,16 +132,16 @@ class Runtime:
         tp: int | None = None,
         threads: int = 1,
         *,
-        verify: str = "digest",
+        verify: Literal["digest", "size"] = "digest",
         costs: CostTable | None = None,
         calibrate: bool = False,
         profile: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
         progress: Callable[[float], None] | None = None,
     ) -> Runtime:
-        """Open the engine in `directory` on this machine's CPUs, one process a rank.
+        """Open the engine in `directory` on this machine's GPUs or CPUs, whatever it was built for, one process a rank.
 
-        tp: ranks, if the caller insists on a number (the engine's own is used). threads: of each rank; the
+        tp: ranks, if the caller insists on a number (the engine's own is used). threads: of each CPU rank; the
         operators of a small model are too short to share. verify: "digest" or "size", see `load_engine`.
         costs: step times for the cost rule. calibrate: see `Decoder`. profile: add up seconds by plugin
         (`plugin_seconds`). timeout: seconds after which a silent rank is given up. progress: called while the
@@ -132,8 +154,9 @@ class Runtime:
                 f"{directory}: built for {manifest.tp} ranks, started with {tp}: "
                 f"rebuild with `python build.py CHECKPOINT -o {directory} --tp {tp}`"
             )
-        options = RankOptions(str(directory), threads, verify, costs, calibrate, profile)
-        group = RankGroup(manifest.tp, RankRuntime, (options,), timeout, {"progress": progress})
+        options = RankOptions(str(directory), manifest.arch, threads, verify, costs, calibrate, profile)
+        local = {} if progress is None else {"progress": progress}
+        group = RankGroup(manifest.tp, RankRuntime, (options,), timeout, local)
         return Runtime(manifest, group)
 
     def submit(self, request: GenerationRequest) -> int:

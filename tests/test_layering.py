@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# The CPU executor computes with torch; ranks.py brings its transport with it. Both are imported on demand.
-USES_TORCH = {"engine_runtime.executor.cpu", "plugins.core.reference_math", "plugins.core.torch_dtypes"}
+# The CPU executor computes with torch, and its ranks meet over torch's gloo. Both are imported on demand.
+USES_TORCH = {
+    "engine_runtime.executor.cpu",
+    "engine_runtime.executor.gloo",
+    "plugins.core.reference_math",
+    "plugins.core.torch_dtypes",
+}
 
 
 def modules(package: str) -> list[str]:

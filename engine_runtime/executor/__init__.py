@@ -18,8 +18,9 @@ class Executor(Protocol):
         """Run every step of the phase with this key, e.g. "verify[16]"."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """The buffer `name` as the host sees it now (shape and storage dtype of its spec); not to be written."""
+    def read(self, name: str, at: int | slice = slice(None)) -> np.ndarray:
+        """The buffer `name` (or what of it is at index or slice `at` of its first axis) after the last pass, in the
+        storage dtype of its spec; not to be written, and of no use after the next pass or write."""
         ...
 
     def write(self, name: str, values: Any, at: int | slice = slice(None)) -> None:

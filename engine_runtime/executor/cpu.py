@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from engine_runtime.executor.null import pair
-from engine_runtime.executor.splat import splat
 from plugins.core.plan import Arg, Phase, Plan, Step
 from plugins.core.plugin import Communicator, Plugin, PluginError, Runner, get_plugin
 from plugins.core.spec import TensorSpec
+from plugins.core.splat import splat
 from plugins.core.torch_dtypes import TORCH_DTYPES
 
 _POISON = 0xFF  # as float32 or bfloat16 a NaN, as int32 -1
@@ -104,8 +104,8 @@ class CpuExecutor:
         self._profile = {}
         return self._profile
 
-    def read(self, name: str) -> np.ndarray:
-        return self._host[name]
+    def read(self, name: str, at: int | slice = slice(None)) -> np.ndarray:
+        return self._host[name][at]
 
     def write(self, name: str, values: Any, at: int | slice = slice(None)) -> None:
         self._host[name][at] = values

@@ -141,3 +141,9 @@ def result_buffers(limits: Limits, vocab_size: int) -> dict[str, TensorSpec]:
         "last_position": TensorSpec((1,), "int32"),
         "last_request": TensorSpec((1,), "int32"),
     }
+
+
+def host_buffers(limits: Limits) -> set[str]:
+    """Names of the buffers that the step loop reads or writes in every pass: all small."""
+    rows, requests, results = row_buffers(limits), request_buffers(limits), result_buffers(limits, 0)
+    return {*rows, *requests, *results} - {"logits"}

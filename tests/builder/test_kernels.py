@@ -39,7 +39,7 @@ def plan_with_kernels() -> Plan:
 def test_images_are_compiled_once_and_land_in_the_engine(tmp_path: Path) -> None:
     plan = plan_with_kernels()
     messages: list[str] = []
-    images = compile_images([plan, plan], messages.append)
+    images = compile_images([plan, plan], False, messages.append)
     wanted = {launch.image for step in plan.phases["verify[3]"].steps for launch in step.launches}
     assert list(images) == sorted(wanted) and len(messages) == len(wanted) == 2
     files = []
@@ -54,4 +54,4 @@ def test_images_are_compiled_once_and_land_in_the_engine(tmp_path: Path) -> None
 
 
 def test_reference_steps_have_no_image() -> None:
-    assert compile_images([hand_plan()], pytest.fail) == {}
+    assert compile_images([hand_plan()], False, pytest.fail) == {}

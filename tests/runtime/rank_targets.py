@@ -10,16 +10,18 @@ import numpy as np
 import torch
 
 from engine_runtime.executor.cpu import CpuExecutor
-from plugins.core.plugin import Communicator
+from engine_runtime.executor.gloo import GlooCommunicator
+from engine_runtime.ranks import Rendezvous
 from tests.runtime.plans import small_plan, small_weights
 
 
 class Small:
     """The small plan on one rank."""
 
-    def __init__(self, rank: int, comm: Communicator | None, tp: int) -> None:
+    def __init__(self, at: Rendezvous, tp: int) -> None:
         torch.set_num_threads(1)
-        self.executor = CpuExecutor(small_plan(tp, rank), small_weights(tp, rank), comm)
+        comm = GlooCommunicator(at) if at.world > 1 else None
+        self.executor = CpuExecutor(small_plan(tp, at.rank), small_weights(tp, at.rank), comm)
 
     def run(self, tokens: list[int]) -> None:
         self.executor.write("tokens", tokens)
@@ -33,11 +35,12 @@ class Small:
 class Failing:
     """Fails in the way and place that `where` says."""
 
-    def __init__(self, rank: int, comm: Communicator | None, where: str) -> None:
-        self.rank, self.comm, self.where = rank, comm, where
-        if where == "open" and rank == 1:
+    def __init__(self, at: Rendezvous, where: str) -> None:
+        self.rank, self.where = at.rank, where
+        self.comm = GlooCommunicator(at) if at.world > 1 else None
+        if where == "open" and at.rank == 1:
             raise RuntimeError("cannot open")
-        if where == "import" and rank == 1:
+        if where == "import" and at.rank == 1:
             os._exit(7)
 
     def refuse(self) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine_runtime.executor.cpu import CpuExecutor
-from engine_runtime.executor.splat import splat
 from plugins.core.plugin import PluginError
 from plugins.core.spec import TensorSpec, bf16_to_f32
+from plugins.core.splat import splat
 from plugins.int4_marlin_gemm.pack import TILE_BYTES
 from tests.runtime.plans import EPS, HIDDEN, ROWS, VOCAB, change_arg, small_plan, small_weights
 

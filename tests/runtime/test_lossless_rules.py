@@ -16,9 +16,9 @@ import torch
 from engine_runtime.budget import PLAIN, Speculation
 from engine_runtime.constraints import Rules, TooComplex
 from engine_runtime.decoder import Decoder
-from engine_runtime.executor.splat import hash32
 from engine_runtime.generation import Constraint, GenerationRequest, Output
 from engine_runtime.sampling import SamplingParams
+from plugins.core.splat import hash32
 from plugins.sample.reference import gumbel
 from tests.runtime.oracle_rules import JSON, SCHEMA, allowed_after, end, grammars, think, tokenizer
 from tests.runtime.toy import Drafter, ToyExecutor, toy_limits

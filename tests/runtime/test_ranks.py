@@ -8,14 +8,14 @@ import time
 import numpy as np
 import pytest
 
-from engine_runtime.ranks import RankError, RankGroup
+from engine_runtime.ranks import RankError, RankGroup, Rendezvous
 from tests.runtime.rank_targets import Failing, Small
 
 TIMEOUT = 20.0
 
 
 def test_two_ranks_compute_what_one_does() -> None:
-    alone = Small(0, None, 1)
+    alone = Small(Rendezvous(0, 1, "", TIMEOUT), 1)
     group = RankGroup(2, Small, (2,), TIMEOUT)
     try:
         for tokens in ([0, 31, 15, 16], [7, 7, 20, 3]):

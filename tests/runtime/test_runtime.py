@@ -20,10 +20,10 @@ from engine_runtime.decoder import Decoder
 from engine_runtime.engine import EngineError, load_engine
 from engine_runtime.executor.cpu import CpuExecutor
 from engine_runtime.executor.null import check_ranks
-from engine_runtime.executor.splat import hash32
 from engine_runtime.generation import GenerationRequest
 from engine_runtime.runtime import Completion, Runtime
 from engine_runtime.sampling import SamplingParams
+from plugins.core.splat import hash32
 from tests.checkpoints import make_tiny_checkpoint, make_tiny_draft
 from tests.runtime.toy import TREE, ask
 

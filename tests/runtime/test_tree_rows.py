@@ -31,8 +31,8 @@ class BufferExecutor:
     def __init__(self, buffers: Buffers) -> None:
         self.host = {name: tensor.numpy() for name, tensor in buffers.tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        return self.host[name]
+    def read(self, name: str, at: int | slice = slice(None)) -> np.ndarray:
+        return self.host[name][at]
 
     def write(self, name: str, values: Any, at: int | slice = slice(None)) -> None:
         self.host[name][at] = values

@@ -17,11 +17,11 @@ import torch
 from engine_runtime.budget import Speculation
 from engine_runtime.decoder import Decoder, Event
 from engine_runtime.executor.cpu import SingleRank
-from engine_runtime.executor.splat import hash32
 from engine_runtime.generation import GenerationRequest
 from engine_runtime.sampling import SamplingParams
 from plugins.core.plan import Phase, Plan
 from plugins.core.plugin import get_plugin
+from plugins.core.splat import hash32
 from plugins.core.state import Limits, request_buffers, result_buffers, row_buffers, vocabulary_buffers
 from plugins.core.torch_dtypes import TORCH_DTYPES
 
@@ -139,8 +139,8 @@ class ToyExecutor:
 
         return call
 
-    def read(self, name: str) -> np.ndarray:
-        return self.host[name]
+    def read(self, name: str, at: int | slice = slice(None)) -> np.ndarray:
+        return self.host[name][at]
 
     def write(self, name: str, values: Any, at: int | slice = slice(None)) -> None:
         self.host[name][at] = values

@@ -15,11 +15,11 @@ import torch
 
 from engine_runtime.decoder import Decoder, Event
 from engine_runtime.engine import EngineError
+from engine_runtime.executor.gloo import GlooCommunicator
 from engine_runtime.generation import GenerationRequest
 from engine_runtime.prefix_cache import PrefixMatch
-from engine_runtime.ranks import RankGroup
+from engine_runtime.ranks import RankGroup, Rendezvous
 from engine_runtime.server.engine_process import Progress, connect, receive_open, serve
-from plugins.core.plugin import Communicator
 from tests.runtime.toy import ToyExecutor, toy_limits
 
 FAULTY_SEED = 666  # a request with it makes the next step fail
@@ -28,9 +28,10 @@ FAULTY_SEED = 666  # a request with it makes the next step fail
 class ToyRank:
     """One rank; the ranks meet in every step."""
 
-    def __init__(self, rank: int, comm: Communicator | None, options: dict[str, Any]) -> None:
+    def __init__(self, at: Rendezvous, options: dict[str, Any]) -> None:
         torch.set_num_threads(1)
-        self.rank, self.comm, self.slow = rank, comm, options.get("slow", 0.0)
+        self.rank, self.slow = at.rank, options.get("slow", 0.0)
+        self.comm = GlooCommunicator(at) if at.world > 1 else None
         limits = {key: value for key, value in options.items() if key in ("max_requests", "max_context", "kv_pages")}
         self.decoder = Decoder(ToyExecutor(toy_limits(**limits)))
 
