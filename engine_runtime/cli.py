@@ -1,4 +1,4 @@
-"""The command line: generate, bench, bench serve, serve, doctor.
+"""The command line: generate, bench, bench serve, compare, serve, doctor.
 
 Exit codes: 0; 1 with one sentence on stderr; 130 after Ctrl-C (what was printed until then stays).
 Everything but argparse is imported by the command that needs it, so that help and errors come at once.
@@ -69,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--budgets", default="0,4,8,16,auto", metavar="N,N,..", help="default %(default)s; 0 is plain")
     bench.add_argument("--json", metavar="FILE", help="write the results there as well, - for stdout only")
 
+    compare = commands.add_parser("compare", help="every step of a GPU engine against its operator's reference")
+    compare.add_argument("artifact", metavar="ARTIFACT", help="engine directory, of one rank")
+    compare.add_argument("--passes", type=int, default=2, metavar="N", help="of each phase, default %(default)s")
+    compare.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts")
+
     serve = commands.add_parser("serve", help="serve the OpenAI and Anthropic APIs over HTTP")
     serve.add_argument("artifact", metavar="ARTIFACT", help="engine directory")
     add_serve_arguments(serve)
@@ -107,6 +112,10 @@ def _run(args: argparse.Namespace) -> int:
         from engine_runtime import bench_serve
 
         return bench_serve.run(args)
+    if args.command == "compare":
+        from engine_runtime import compare
+
+        return compare.run(args)
     if args.command == "serve":
         from engine_runtime.server import serve
 
@@ -131,6 +140,12 @@ def _explain(error: Exception) -> str | None:
     from engine_runtime.tokenizer import TokenizerError
 
     known: tuple[type[Exception], ...] = (EngineError, RankError, TokenizerError)
+    if "plugins.core.kernel" in sys.modules:
+        from engine_runtime.executor.collectives import CollectiveError
+        from engine_runtime.executor.device import DeviceTimeout
+        from plugins.core.kernel import CudaError
+
+        known += (CollectiveError, CudaError, DeviceTimeout)
     if "engine_runtime.chat" in sys.modules:
         from engine_runtime.chat import ChatError
 

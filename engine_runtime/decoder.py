@@ -201,6 +201,7 @@ class Decoder:
         with self._measure("prefill", [request]):
             self._passes.prefill(request.slot, chunk, start, kv_slots)
             self._prefilled(request, len(chunk), kv_slots)
+            self._executor.synchronize()
         return [self._first_token(request)] if request.ready else []
 
     def _prefilled(self, request: Request, count: int, kv_slots: np.ndarray) -> None:
@@ -225,6 +226,7 @@ class Decoder:
                 following = request.prompt[start + 1 : start + 1 + len(chunk)].tolist()
                 request.scores += token_logprobs(logits, following, request.given.prompt_logprobs or 0)
                 self._prefilled(request, len(chunk), kv_slots)
+                self._executor.synchronize()
         if request.most or len(request.scores) < len(request.prompt):
             return []
         self.stats.prompt_tokens += len(request.prompt)
@@ -270,6 +272,7 @@ class Decoder:
             rows = self._guard.before_verify(decoding, rows)
         with self._measure("verify", decoding):
             self._passes.verify(rows)
+            self._executor.synchronize()
         return self._collect(decoding, {request.id for request in drafting})
 
     def _spread_budget(self, decoding: list[Request]) -> list[Request]:
@@ -299,6 +302,12 @@ class Decoder:
         counts = self._executor.read("num_emitted").tolist()
         emitted = self._executor.read("emitted").tolist()
         reasons = self._executor.read("finish").tolist()
+        # before the next pass, which overwrites the rows that this one tapped; and first of all, so that a device works
+        # on it while the host reads the rest
+        wanting = [request for request in decoding if request.drafts]
+        if wanting:
+            with self._measure("draft", wanting):
+                self._passes.append(sum(counts[request.slot] for request in decoding))
         news: dict[int, Output] = {}
         for request in decoding:
             count = counts[request.slot]
@@ -311,11 +320,6 @@ class Decoder:
             rows = self._executor.read("path_rows")[request.slot, :count].tolist()
             trace = read_trace(self._executor, request.slot) if request.given.trace else None
             news[request.id] = Output(tuple(tokens), self._logprobs(request, rows, tokens), trace=trace)
-        # before anything else runs: the next pass overwrites the rows that this one tapped
-        wanting = [request for request in decoding if request.drafts]
-        if wanting:
-            with self._measure("draft", wanting):
-                self._passes.append(sum(counts[request.slot] for request in decoding))
         for request in decoding:
             count = counts[request.slot]
             if not wanting:

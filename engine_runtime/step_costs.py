@@ -52,8 +52,10 @@ def _fastest(executor: Executor, limits: Limits, rows: int, context: int, phase:
     times = []
     for _ in range(REPEATS + 1):
         _fill(executor, limits, rows, context)  # each pass moves the lengths on
+        executor.synchronize()
         start = time.perf_counter()
         executor.run(phase)
+        executor.synchronize()
         times.append(time.perf_counter() - start)
     return min(times[1:])
 

@@ -26,3 +26,7 @@ class Executor(Protocol):
     def write(self, name: str, values: Any, at: int | slice = slice(None)) -> None:
         """Put `values` (array or scalar) in the buffer `name`, at index or slice `at` of its first axis."""
         ...
+
+    def synchronize(self) -> None:
+        """Wait for all passes that were started."""
+        ...

@@ -110,6 +110,9 @@ class CpuExecutor:
     def write(self, name: str, values: Any, at: int | slice = slice(None)) -> None:
         self._host[name][at] = values
 
+    def synchronize(self) -> None:
+        """Nothing to wait for: `run` returns when the pass is done."""
+
     def poison(self, phase: str) -> None:
         """Fill the arena and the buffers that `phase` overwrites as a whole with NaN (integers: -1), for tests."""
         self._arena.fill_(_POISON)
@@ -163,13 +166,13 @@ class CpuExecutor:
     def _load(self, name: str) -> torch.Tensor:
         spec = self.plan.weights[name].spec
         if self._weights is None:
-            return _as_tensor(splat(name, spec), spec)
+            return as_tensor(splat(name, spec), spec)
         if name not in self._weights:
             raise ValueError(f"weight {name}: not in the weights file, rebuild the engine")
         array = self._weights[name]
         if array.shape != spec.shape or array.nbytes != spec.nbytes:
             raise ValueError(f"weight {name}: expected {spec}, found {array.dtype}{list(array.shape)}")
-        return _as_tensor(array, spec)
+        return as_tensor(array, spec)
 
 
 def _store(step: BoundStep, result: Any) -> None:
@@ -187,7 +190,7 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def _as_tensor(array: np.ndarray, spec: TensorSpec) -> torch.Tensor:
+def as_tensor(array: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     """The same memory as a tensor of `spec`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")  # weights are mapped read-only and only read

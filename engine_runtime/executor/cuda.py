@@ -148,19 +148,26 @@ class CudaExecutor:
                 if arg.kind == "buffer" and arg.name in self._large and arg.spec is not None:
                     self.device.fill(self._large[arg.name], _POISON, arg.spec.nbytes)
 
-    def arena(self, arg: Arg) -> np.ndarray:
-        """What an arena operand holds after a pass, as far as no later step has overwritten it."""
-        assert arg.kind == "arena" and arg.spec is not None
+    def start_steps(self, phase: str) -> tuple[BoundStep, ...]:
+        """Begin `phase` by hand: its steps, each to be given to `start_step` in order, then `end_steps`."""
+        self._mirror.flush()
+        return self._phases[phase]
+
+    def start_step(self, bound: BoundStep) -> None:
+        self._enqueue(bound)
+
+    def end_steps(self, phase: str) -> None:
+        self._mirror.fetch(phase)
+        self._mirror.ran(phase)
+
+    def operand(self, arg: Arg) -> np.ndarray:
+        """What is at the address of an operand now, in storage dtype."""
+        if arg.spec is None:
+            raise ValueError("an absent operand has no value")
         values = np.empty(arg.spec.shape, DTYPES[arg.spec.dtype][1])
-        self.device.download(values, self._arena + arg.offset)
+        self.device.download(values, self._address(arg))
         self.synchronize()
         return values
-
-    def enqueue_until(self, phase: str, count: int) -> None:
-        """Start the first `count` steps of `phase` one by one, for tools that look at what lies between."""
-        self._mirror.flush()
-        for bound in self._phases[phase][:count]:
-            self._enqueue(bound)
 
     def launches(self, phase: str) -> int:
         """Kernels that one pass of `phase` starts."""

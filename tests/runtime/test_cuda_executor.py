@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from builder.build import build, make_plans, open_source
-from builder.options import BuildOptions
 from engine_runtime.budget import PLAIN, Speculation
 from engine_runtime.decoder import Decoder
 from engine_runtime.engine import EngineError, load_engine
@@ -23,21 +21,7 @@ from engine_runtime.executor.weights import FileWeights, weight_source
 from engine_runtime.generation import GenerationRequest
 from engine_runtime.sampling import SamplingParams
 from plugins.core.spec import TensorSpec
-from tests.checkpoints import make_tiny_checkpoint, make_tiny_draft
 from tests.runtime.fake_device import FakeDevice, ReferenceExecutor
-
-
-@pytest.fixture(scope="module")
-def engine_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("engine")
-    for name in ("checkpoint", "draft"):
-        (base / name).mkdir()
-    make_tiny_draft(base / "draft", make_tiny_checkpoint(base / "checkpoint", seed=3), seed=4)
-    options = BuildOptions(arch="cpu", max_context=192, max_requests=4, page_size=16, verify_buckets=(1, 4, 16))
-    source = open_source(base / "checkpoint", base / "draft", options, lambda message: None)
-    plans = make_plans(source, options, lambda message: None)
-    build(source, options, plans, base / "engine", lambda message: None, lambda *progress: None)
-    return base / "engine"
 
 
 def open_fake(path: Path, room: int = 1 << 32) -> ReferenceExecutor:

@@ -37,6 +37,9 @@ class BufferExecutor:
     def write(self, name: str, values: Any, at: int | slice = slice(None)) -> None:
         self.host[name][at] = values
 
+    def synchronize(self) -> None:
+        pass
+
 
 def built(seed: int) -> Buffers:
     rng = np.random.default_rng(seed)

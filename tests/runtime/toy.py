@@ -145,6 +145,9 @@ class ToyExecutor:
     def write(self, name: str, values: Any, at: int | slice = slice(None)) -> None:
         self.host[name][at] = values
 
+    def synchronize(self) -> None:
+        pass
+
     def run(self, phase: str) -> None:
         self.log.append(phase)
         name, bucket = self.plan.phases[phase].name, self.plan.phases[phase].bucket
