@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from plugins.all_gather.tactics import TACTICS
 from plugins.core.operands import FLOATS, Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
 
 
@@ -24,4 +25,10 @@ class AllGather(Plugin):
         return lambda x: all_gather([x] if world == 1 else comm.all_gather(x))
 
 
-PLUGIN = AllGather(name="all_gather", inputs=("x",), outputs=("y",), attrs={"tp_world": "int"})
+PLUGIN = AllGather(
+    name="all_gather",
+    inputs=("x",),
+    outputs=("y",),
+    attrs={"tp_world": "int"},
+    tactics=(REFERENCE, *TACTICS),
+)

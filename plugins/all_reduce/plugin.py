@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from plugins.all_reduce.tactics import TACTICS
 from plugins.core.operands import FLOATS, Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
 
 
@@ -55,4 +56,5 @@ PLUGIN = AllReduce(
     inputs=("x", "residual?", "norm_weight?"),
     outputs=("sum", "normed?"),
     attrs={"eps": "float", "tp_world": "int"},
+    tactics=(REFERENCE, *TACTICS),
 )

@@ -48,6 +48,11 @@ def divisor(number: int, most: int) -> int:
     return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
+def float_bits(value: float) -> int:
+    """A float32 constant of a kernel as the integer that carries it."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
 @dataclass(frozen=True)
 class Resources:
     """Of one kernel: registers a thread, bytes of stack a thread (spills show here), shared bytes of a block beside

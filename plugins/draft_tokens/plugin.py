@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.draft_tokens.tactics import TACTICS
 
 
 class DraftTokens(Plugin):
@@ -29,4 +30,5 @@ PLUGIN = DraftTokens(
     inputs=("draft_requests", "anchor"),
     outputs=("tokens",),
     attrs={"block_size": "int", "mask_token_id": "int"},
+    tactics=(REFERENCE, *TACTICS),
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import FLOATS, Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.embed.tactics import TACTICS
 
 
 class Embed(Plugin):
@@ -43,4 +44,5 @@ PLUGIN = Embed(
     inputs=("tokens", "table"),
     outputs=("x",),
     attrs={"tp_rank": "int", "out_dtype": "str"},
+    tactics=(REFERENCE, *TACTICS),
 )

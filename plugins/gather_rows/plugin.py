@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import FLOATS, Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.gather_rows.tactics import TACTICS
 
 MAX_SOURCES = 8
 
@@ -41,5 +42,8 @@ class GatherRows(Plugin):
 
 
 PLUGIN = GatherRows(
-    name="gather_rows", inputs=("rows", "x0", *(f"x{i}?" for i in range(1, MAX_SOURCES))), outputs=("y",)
+    name="gather_rows",
+    inputs=("rows", "x0", *(f"x{i}?" for i in range(1, MAX_SOURCES))),
+    outputs=("y",),
+    tactics=(REFERENCE, *TACTICS),
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
-from plugins.core.cuda import ARCHS, divisor
+from plugins.core.cuda import ARCHS, divisor, float_bits
 from plugins.core.plugin import Attrs, Launch, Tactic
 from plugins.core.spec import TensorSpec
 from plugins.dense_gemm.tactics import TILE, Cut, gemm_launch
@@ -49,7 +48,7 @@ def _constants(attrs: Attrs, inputs: Inputs) -> tuple[tuple[str, int], ...]:
         ("EXPERTS", experts),
         ("TOP_K", attrs["top_k"]),
         ("NORMALISE", int(attrs["norm_topk_prob"])),
-        ("SCALING", struct.unpack("<I", struct.pack("<f", attrs["routed_scaling_factor"]))[0]),  # float32 bits
+        ("SCALING", float_bits(attrs["routed_scaling_factor"])),
     )
 
 

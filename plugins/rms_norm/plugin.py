@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import FLOATS, Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.rms_norm.tactics import TACTICS
 
 
 class RmsNorm(Plugin):
@@ -31,4 +32,10 @@ class RmsNorm(Plugin):
         return lambda x, weight: rms_norm(x, weight, eps)
 
 
-PLUGIN = RmsNorm(name="rms_norm", inputs=("x", "weight"), outputs=("y",), attrs={"eps": "float"})
+PLUGIN = RmsNorm(
+    name="rms_norm",
+    inputs=("x", "weight"),
+    outputs=("y",),
+    attrs={"eps": "float"},
+    tactics=(REFERENCE, *TACTICS),
+)
