@@ -10,7 +10,7 @@ using Unit = uint4;
 using Unit = u32;
 #endif
 
-extern "C" __global__ void interleave(const void* x, Unit* y, const Unit* workspace) {
+extern "C" __global__ __launch_bounds__(256) void interleave(const void* x, Unit* y, const Unit* workspace) {
     wait_for_previous_kernel();
     allow_next_kernel();
     const i64 row = blockIdx.x, rank = blockIdx.y;

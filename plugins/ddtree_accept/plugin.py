@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.ddtree_accept.tactics import TACTICS
 
 MUTATED = (
     "context_len",
@@ -82,4 +83,5 @@ PLUGIN = DdtreeAccept(
     ),
     attrs={"path_length": "int"},
     mutates=MUTATED,
+    tactics=(REFERENCE, *TACTICS),
 )

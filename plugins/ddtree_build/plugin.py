@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.ddtree_build.tactics import TACTICS
 
 PER_ROW = ("tokens", "positions", "row_request", "row_parent", "row_slot")
 
@@ -83,4 +84,5 @@ PLUGIN = DdtreeBuild(
     ),
     attrs={"draft_depth": "int", "top_k": "int", "page_size": "int", "tp_world": "int"},
     mutates=(*PER_ROW, "mask", "row_log_weight", "first_row", "request_rows", "num_rows"),
+    tactics=(REFERENCE, *TACTICS),
 )

@@ -3,7 +3,7 @@
 // Constants: BLOCKS, BLOCK_SIZE, MASK_ID. One thread an id.
 #include "ptx.cuh"
 
-extern "C" __global__ void tokens(const int* requests, const int* anchor, int* ids) {
+extern "C" __global__ __launch_bounds__(128) void tokens(const int* requests, const int* anchor, int* ids) {
     wait_for_previous_kernel();
     allow_next_kernel();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

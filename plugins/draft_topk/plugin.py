@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.draft_topk.tactics import TACTICS
 
 
 class DraftTopk(Plugin):
@@ -36,4 +37,5 @@ PLUGIN = DraftTopk(
     inputs=("logits",),
     outputs=("candidates",),
     attrs={"block_size": "int", "top_k": "int", "tp_rank": "int"},
+    tactics=(REFERENCE, *TACTICS),
 )

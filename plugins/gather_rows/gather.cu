@@ -8,10 +8,10 @@ extern "C" __global__ __launch_bounds__(THREADS) void gather(const int* rows, co
                                                              const uint4* x2, const uint4* x3, const uint4* x4,
                                                              const uint4* x5, const uint4* x6, const uint4* x7,
                                                              uint4* y) {
-    const uint4* sources[8] = {x0, x1, x2, x3, x4, x5, x6, x7};
-    const uint4* from = x0;
-#pragma unroll
-    for (int s = 1; s < 8; s++) from = blockIdx.y == s ? sources[s] : from;
+    const int s = blockIdx.y;
+    const uint4* low = s < 2 ? (s == 0 ? x0 : x1) : (s == 2 ? x2 : x3);
+    const uint4* high = s < 6 ? (s == 4 ? x4 : x5) : (s == 6 ? x6 : x7);
+    const uint4* from = s < 4 ? low : high;
     wait_for_previous_kernel();
     allow_next_kernel();
     const int row = rows[blockIdx.x];

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import FLOATS, Operands
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.kv_compact.tactics import TACTICS
 
 
 class KvCompact(Plugin):
@@ -45,4 +46,5 @@ PLUGIN = KvCompact(
     name="kv_compact",
     inputs=("path_rows", "num_emitted", "first_row", "row_slot", "kv_pool"),
     mutates=("kv_pool",),
+    tactics=(REFERENCE, *TACTICS),
 )

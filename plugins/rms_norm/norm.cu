@@ -4,7 +4,7 @@
 // written once; the weight, once a block (from the L2).
 #include "rows.cuh"
 
-extern "C" __global__ __launch_bounds__(THREADS) void norm(const uint4* x, const uint4* weight, uint4* y) {
+extern "C" __global__ __launch_bounds__(THREADS) void rms_norm(const uint4* x, const uint4* weight, uint4* y) {
     uint4 w[PER], raw[PER];
     float row[PER][8];
 #pragma unroll

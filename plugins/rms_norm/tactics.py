@@ -21,7 +21,7 @@ def _launches(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     assert x is not None
     constants, threads = row_constants(x.shape[1])
     constants += (("EPS", float_bits(attrs["eps"])),)
-    return (Launch("rms_norm/norm.cu", "norm", constants, (x.shape[0], 1, 1), (threads, 1, 1)),)
+    return (Launch("rms_norm/norm.cu", "rms_norm", constants, (x.shape[0], 1, 1), (threads, 1, 1)),)
 
 
 TACTICS = (Tactic("rows", ARCHS, refuses=_refuses, launches=_launches),)

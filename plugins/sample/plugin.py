@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import Operands, nbytes
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.sample.tactics import TACTICS
 
 PER_REQUEST = (
     "temperature",
@@ -77,4 +78,5 @@ PLUGIN = Sample(
         "row_parent?",
     ),
     outputs=("token",),
+    tactics=(REFERENCE, *TACTICS),
 )

@@ -7,6 +7,11 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+#ifndef INFINITY  // NVRTC has no math.h
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fc00000)
+#endif
+
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
 // --- programmatic dependent launch ---------------------------------------------------------------

@@ -21,7 +21,7 @@ __device__ __forceinline__ float scaled(u32 bits, float factor, float offset) {
 
 enum Kind { TILES, FLOAT_VECTOR, BF16_VECTOR, FLOAT_MATRIX, BF16_MATRIX };
 
-extern "C" __global__ void splat(void* out, i64 count, i64 seed, i64 kind, i64 scale_bits) {
+extern "C" __global__ __launch_bounds__(256) void splat(void* out, i64 count, i64 seed, i64 kind, i64 scale_bits) {
     const float scale = __uint_as_float((u32)scale_bits);
     for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {
         const u32 bits = hash32((u32)i, (u32)seed);
