@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import FLOATS, Operands, nbytes
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.spec import TensorSpec
+from plugins.mla_attention.tactics import TACTICS
 
 FORMS = ("absorbed", "expanded")
 
@@ -98,4 +99,5 @@ PLUGIN = MlaAttention(
         "form": "str",
     },
     sharded_attrs=("num_heads",),
+    tactics=(REFERENCE, *TACTICS),
 )

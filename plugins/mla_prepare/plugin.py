@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import FLOATS, Operands, nbytes
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.rope import ROPE_ATTRS, inv_freq_of
 from plugins.core.spec import TensorSpec
+from plugins.mla_prepare.tactics import TACTICS
 
 FORMS = ("absorbed", "expanded")
 
@@ -89,4 +90,5 @@ PLUGIN = MlaPrepare(
     },
     mutates=("kv_pool",),
     sharded_attrs=("num_heads",),
+    tactics=(REFERENCE, *TACTICS),
 )

@@ -95,6 +95,26 @@ __device__ __forceinline__ void copies_left() {
     asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit values from shared memory: lane l gives the address of row l % 8 of matrix l / 8, and
+// gets of each matrix the two values 2 (l % 4), 2 (l % 4) + 1 of row l / 4 (of the transposed matrix with `trans`).
+__device__ __forceinline__ uint4 ldmatrix(u32 address) {
+    uint4 m;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w)
+                 : "r"(address)
+                 : "memory");
+    return m;
+}
+
+__device__ __forceinline__ uint4 ldmatrix_trans(u32 address) {
+    uint4 m;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w)
+                 : "r"(address)
+                 : "memory");
+    return m;
+}
+
 // Activations: 16 bytes through L1. Volatile like the loads of weights.
 __device__ __forceinline__ uint4 load_activations16(const void* p) {
     uint4 v;

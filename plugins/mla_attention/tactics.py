@@ -1,0 +1,124 @@
+"""CUDA tactics of `mla_attention`: absorbed over splits of the context, then their combination with W_UV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plugins.core.cuda import ARCHS, MULTIPROCESSORS, float_bits
+from plugins.core.plugin import Attrs, Launch, Tactic
+from plugins.core.spec import TensorSpec
+
+LOG2_E = 1.4426950408889634
+TILE = 32  # positions
+_CLUSTER = 8
+_WARPS = 8
+Inputs = Sequence[TensorSpec | None]
+
+
+def sizes(attrs: Attrs, inputs: Inputs) -> dict[str, int]:
+    """The dimensions that every kernel takes as constants."""
+    q, w_uk, w_uv, _, first_row, _, _, table, pool = inputs[:9]
+    assert q is not None and w_uk is not None and w_uv is not None and first_row is not None
+    assert table is not None and pool is not None
+    latent = w_uk.shape[2]
+    return {
+        "TOKENS": q.shape[0],
+        "REQUESTS": first_row.shape[0],
+        "HEADS": attrs["num_heads"],
+        "C": latent,
+        "P": pool.shape[2] - latent,
+        "V": w_uv.shape[1],
+        "PAGE_SIZE": attrs["page_size"],
+        "PAGES": table.shape[1],
+        "SLOTS": pool.shape[1],
+    }
+
+
+def refuses_shape(attrs: Attrs, inputs: Inputs) -> str | None:
+    """Why neither form can be taken, None if both can."""
+    for spec in (*inputs[:3], inputs[8]):
+        if spec is None or spec.dtype != "bfloat16":
+            return f"takes bfloat16 operands, found {spec}"
+    found = sizes(attrs, inputs)
+    for name, wanted in (("C", 512), ("P", 64), ("V", 128)):
+        if found[name] != wanted:
+            return f"{name}: takes {wanted}, found {found[name]}"
+    if found["PAGE_SIZE"] % TILE:
+        return f"page_size: takes multiples of {TILE}, found {found['PAGE_SIZE']}"
+    return None
+
+
+def _refuses_absorbed(attrs: Attrs, inputs: Inputs) -> str | None:
+    if attrs["form"] != "absorbed":
+        return f"form: takes 'absorbed', found {attrs['form']!r}"
+    return refuses_shape(attrs, inputs)
+
+
+def _row_tiles(tokens: int, heads: int) -> int:
+    """Tiles of 16 query rows in an item."""
+    return next((tiles for tiles in (1, 2) if tokens * heads <= 16 * tiles), 4)
+
+
+def _partials(tokens: int, heads: int, requests: int, blocks: int) -> int:
+    """Places for partial results: a block or an item begins at each."""
+    return blocks + min(requests, tokens) + -(-tokens * heads // (16 * _row_tiles(tokens, heads)))
+
+
+def _workspace(attrs: Attrs, inputs: Inputs) -> int:
+    """As in verify.cuh, for the chip with the most multiprocessors."""
+    found = sizes(attrs, inputs)
+    tokens, heads = found["TOKENS"], found["HEADS"]
+    places = _partials(tokens, heads, found["REQUESTS"], max(MULTIPROCESSORS.values()))
+    return places * 16 * _row_tiles(tokens, heads) * (4 * found["C"] + 8)
+
+
+def _launches(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
+    found = sizes(attrs, inputs)
+    tokens, heads, requests, latent = found["TOKENS"], found["HEADS"], found["REQUESTS"], found["C"]
+    blocks, tiles = MULTIPROCESSORS[arch], _row_tiles(tokens, heads)
+    queries = 16 * tiles
+    mask = inputs[9] if len(inputs) > 9 else None
+    constants = (
+        *found.items(),
+        ("QUERIES", queries),
+        ("BLOCKS", blocks),
+        ("PARTIALS", _partials(tokens, heads, requests, blocks)),
+    )
+    layer = (attrs["layer"],)
+    work = 20 * requests + 4
+    parts = 2 if tiles == 4 else 4
+    rings = 2 * TILE * (2 * (latent + found["P"]) + 16)
+    scores = parts * queries * (TILE + 4) * 4
+    smem = rings + scores + queries * (2 * (TILE + 8) + 4) + work + 32
+    verify = Launch(
+        "mla_attention/verify.cu",
+        "verify",
+        (
+            *constants,
+            ("MT", tiles),
+            ("SCALE", float_bits(attrs["softmax_scale"] * LOG2_E)),
+            ("MASKED", int(mask is not None)),
+            ("WORDS", 1 if mask is None else mask.shape[1]),
+        ),
+        (blocks, 1, 1),
+        (256, 1, 1),
+        smem=smem,
+        scalars=layer,
+    )
+    tile = next(n for n in (1, 2, 4, 8) if n >= min(tokens, 8))
+    out = found["V"] // _CLUSTER
+    smem = (out + 8) * (latent + 8) * 2 + tile * latent // _CLUSTER * 2 + _WARPS * (latent // _CLUSTER + out * 8) * 4
+    combine = Launch(
+        "mla_attention/combine.cu",
+        "combine",
+        (*constants, ("TOKEN_TILE", tile)),
+        (_CLUSTER, heads, -(-tokens // tile)),
+        (256, 1, 1),
+        cluster=(_CLUSTER, 1, 1),
+        smem=smem + work + 4 * tile * blocks + 32,
+        scalars=layer,
+    )
+    return verify, combine
+
+
+TACTICS = (Tactic("splits", ARCHS, _refuses_absorbed, workspace=_workspace, launches=_launches),)
