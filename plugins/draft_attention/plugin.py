@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import FLOATS, Operands, nbytes
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.rope import ROPE_ATTRS, inv_freq_of
 from plugins.core.spec import TensorSpec
+from plugins.draft_attention.tactics import TACTICS
 
 
 class DraftAttention(Plugin):
@@ -100,4 +101,5 @@ PLUGIN = DraftAttention(
         **ROPE_ATTRS,
     },
     sharded_attrs=("num_heads", "num_kv_heads"),
+    tactics=(REFERENCE, *TACTICS),
 )

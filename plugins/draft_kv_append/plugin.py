@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugins.core.operands import FLOATS, Operands, nbytes
-from plugins.core.plugin import Attrs, Communicator, Plugin, Runner
+from plugins.core.plugin import REFERENCE, Attrs, Communicator, Plugin, Runner
 from plugins.core.rope import ROPE_ATTRS, inv_freq_of
 from plugins.core.spec import TensorSpec
+from plugins.draft_kv_append.tactics import TACTICS
 
 
 class DraftKvAppend(Plugin):
@@ -53,4 +54,5 @@ PLUGIN = DraftKvAppend(
     attrs={"layer": "int", "num_kv_heads": "int", "head_dim": "int", "eps": "float", **ROPE_ATTRS},
     mutates=("draft_kv",),
     sharded_attrs=("num_kv_heads",),
+    tactics=(REFERENCE, *TACTICS),
 )
