@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from plugins.core.cuda import MAX_SHARED_BYTES, REGISTERS, compile_launch, read_resources
 from plugins.core.plan import Plan
@@ -26,12 +28,18 @@ def compile_images(plans: Iterable[Plan], splat: bool, progress: Callable[[str],
             for step in phase.steps:
                 for launch in step.launches:
                     launches.setdefault(launch.image, (launch, plan.arch))
-    images = {}
-    for index, name in enumerate(sorted(launches)):
+
+    def image(name: str) -> bytes:
         launch, arch = launches[name]
-        progress(f"compile kernel {index + 1} of {len(launches)}: {launch.source}")
-        images[name] = compile_launch(launch, arch)
-        check_fit(launch, images[name])
+        cubin = compile_launch(launch, arch)
+        check_fit(launch, cubin)
+        return cubin
+
+    images = {}
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:  # NVRTC compiles programs side by side
+        for name, cubin in zip(sorted(launches), compilers.map(image, sorted(launches)), strict=True):
+            images[name] = cubin
+            progress(f"compiled kernel {len(images)} of {len(launches)}: {launches[name][0].source}")
     return images
 
 

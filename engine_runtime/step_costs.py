@@ -51,7 +51,7 @@ def measure_costs(executor: Executor, contexts: Sequence[int] | None = None) -> 
 def _fastest(executor: Executor, limits: Limits, rows: int, context: int, phase: str) -> float:
     times = []
     for _ in range(REPEATS + 1):
-        _fill(executor, limits, rows, context)  # each pass moves the lengths on
+        fill(executor, limits, rows, context)  # each pass moves the lengths on
         executor.synchronize()
         start = time.perf_counter()
         executor.run(phase)
@@ -60,8 +60,9 @@ def _fastest(executor: Executor, limits: Limits, rows: int, context: int, phase:
     return min(times[1:])
 
 
-def _fill(executor: Executor, limits: Limits, rows: int, context: int) -> None:
+def fill(executor: Executor, limits: Limits, rows: int, context: int) -> None:
     """`rows` rows after `context` tokens: one tree of siblings in each slot, as few slots as hold them."""
+    vocab_size = executor.plan.settings["model"]["vocab_size"]
     room = limits.max_context - context
     index = np.arange(rows, dtype=np.int32)
     owner, offset = index // room, index % room
@@ -72,7 +73,7 @@ def _fill(executor: Executor, limits: Limits, rows: int, context: int) -> None:
     counts = np.bincount(owner[used], minlength=limits.max_requests)
     first = np.concatenate([[0], counts.cumsum()[:-1]])
     by_row = {
-        "tokens": np.zeros(rows),
+        "tokens": np.random.default_rng(0).integers(0, vocab_size, rows),  # equal ones would share their experts
         "positions": np.where(used, np.minimum(context + 1, limits.max_context - 1), 0),
         "row_request": np.where(used, owner, -1),
         "row_parent": np.where(used & (offset > 0), index - offset, -1),

@@ -31,7 +31,7 @@ def compile_launch(launch: Launch, arch: str) -> bytes:
         name=launch.source,
         arch=arch,
         std="c++17",
-        define_macro=[(name, str(value)) for name, value in launch.constants],
+        define_macro=[(name, str(value)) for name, value in launch.constants] or None,
         include_path=[str(path.parent), str(ROOT), str(DEVICE_HEADERS)],
     )
     program = Program(path.read_text(), "c++", options)

@@ -46,8 +46,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void segments(const float* logi
     }
     if (before == TOP_K - 1 && own) bound = own;
     const float most = key_value(most_key);
-    float sum = 0.f;
-    if (most > -INFINITY) {
+    float sum = most < INFINITY ? 0.f : 1.f;  // of an infinite logit, itself alone
+    if (most > -INFINITY && most < INFINITY) {
 #pragma unroll
         for (int p = 0; p < PER; p++) sum += expf(values[p] - most);
     }

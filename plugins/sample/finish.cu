@@ -133,8 +133,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void finish(SAMPLE_PARAMETERS) 
     const int count = size;
 
     u64 kept = 0;
-    if (limit > 0 && limit < count) {
-        kept = threshold(list, count, 0, 0.f, parts, [&](Sum sum) { return sum.count >= limit; });
+    if (limit > 0) {
+        if (limit < count) kept = threshold(list, count, 0, 0.f, parts, [&](Sum sum) { return sum.count >= limit; });
         Sum rest = {0, 0};
         for (int i = threadIdx.x; i < count; i += THREADS)
             if (list[i] >= kept) rest.mass += fixed(expf(key_value(list[i])), 0x1p40f);

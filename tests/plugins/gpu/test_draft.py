@@ -20,7 +20,7 @@ def test_append(rows: int, heads: int, groups: int, dim: int) -> None:
     slots = torch.randperm(3 * PAGE)[:rows].int().cuda()
     positions = torch.randint(0, 262_144, (rows,), dtype=torch.int32, device="cuda")
     pool = bf16(LAYERS, 2, 3 * PAGE, groups, dim)
-    check("draft_kv_append", attrs, [bf16(rows, 2 * groups * dim), bf16(dim), positions, slots, pool])
+    check("draft_kv_append", attrs, [bf16(rows, 2 * groups * dim), bf16(dim), positions, slots, pool], device="cpu")
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), HEADS)
@@ -47,5 +47,5 @@ def test_block(context: int, window: int, heads: int, groups: int, dim: int) -> 
     requests = ints([1, -1, 2])
     qkv = bf16(3 * block, (heads + 2 * groups) * dim)
     inputs = [qkv, bf16(dim), bf16(dim), requests, lengths, starts, table, pool]
-    (found,) = check("draft_attention", attrs, inputs, 8e-3)
+    (found,) = check("draft_attention", attrs, inputs, 8e-3, "cpu")
     assert not found[block : 2 * block].any()

@@ -1,0 +1,202 @@
+"""Whole passes of one tensor-parallel rank of eight of Kimi K2.6 on one GPU, with synthetic weights of the real layout.
+
+    python bench/full_pass.py build RANK.engine [--arch sm_90a]        needs no GPU
+    python bench/full_pass.py run RANK.engine [--commit ID] -o bench/results/pass_h200.json
+
+The other ranks do not exist: collectives are copies on the device in place of transfers between GPUs, which the figures
+therefore leave out. Rooflines are the bytes of every step (builder/roofline.py) over the read rate of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from engine_runtime.executor.collectives import StandIn  # noqa: E402
+from engine_runtime.executor.cuda import CudaExecutor  # noqa: E402
+from engine_runtime.executor.device import Device  # noqa: E402
+from engine_runtime.executor.weights import SplatWeights  # noqa: E402
+from engine_runtime.step_costs import fill  # noqa: E402
+from plugins.core.container import decode_header, map_file  # noqa: E402
+from plugins.core.plan import Plan  # noqa: E402
+from plugins.core.state import Limits  # noqa: E402
+
+TP, LAYERS = 8, 61
+CONTEXTS = (4096, 32_768, 131_072)
+
+
+def build(path: Path, arch: str) -> None:
+    """The engine file of rank 0 alone."""
+    from builder.build import SPLAT
+    from builder.graph import from_onnx
+    from builder.kernels import compile_images
+    from builder.options import BuildOptions
+    from builder.pipeline import export_passes, plan_rank
+    from builder.writer import Staging
+    from tests.full_size import k26_config, k26_draft_config
+
+    config, draft = k26_config(), k26_draft_config()
+    options = BuildOptions(tp=TP, arch=arch, splat=True, max_requests=4, prefill_chunk=128, kv_tokens=262_144)
+    passes, recipes = export_passes(config, draft, options, progress=print)
+    graphs = [(one.name, one.bucket, from_onnx(one.model)) for one in passes]
+    plan = plan_rank(graphs, recipes, config, draft, options, 0)
+    images = compile_images([plan], True, print)
+    with Staging(path.parent / f"{path.name}.parts") as staging:
+        staging.add_engines([plan], SPLAT, images)
+        (staging.directory / "rank0.engine").replace(path)
+
+
+def load(path: Path) -> tuple[Plan, dict[str, bytes]]:
+    data = map_file(path)
+    container = decode_header(data)
+    plan = Plan.from_json(json.loads(container.metadata["plan"]))
+    return plan, {name: data[entry.start : entry.end] for name, entry in container.tensors.items()}
+
+
+def timed(executor: CudaExecutor, phase: str, repeats: int = 7) -> float:
+    """Seconds of a pass on the device: the median of passes that follow each other."""
+    device = executor.device
+    stamps = [device.event(timing=True) for _ in range(repeats + 1)]
+    executor.run(phase)
+    device.record(stamps[0])
+    for stamp in stamps[1:]:
+        executor.run(phase)
+        device.record(stamp)
+    executor.synchronize()
+    return float(np.median([device.seconds(*both) for both in zip(stamps, stamps[1:], strict=False)]))
+
+
+def by_plugin(executor: CudaExecutor, phase: str) -> dict[str, dict[str, float]]:
+    """Milliseconds and steps by plugin, and stage or form where it has one."""
+    table: dict[str, dict[str, float]] = {}
+    steps = executor.plan.phases[phase].steps
+    for step, (_, plugin, seconds) in zip(steps, executor.profile(phase), strict=True):
+        kind = step.attrs.get("stage") or step.attrs.get("form")
+        weight = next((arg.spec for arg in step.inputs if arg.kind == "weight" and plugin == "dense_gemm"), None)
+        name = plugin if kind is None and weight is None else f"{plugin} {kind or 'x'.join(map(str, weight.shape))}"
+        row = table.setdefault(name, {"steps": 0, "ms": 0.0})
+        row["steps"] += 1
+        row["ms"] += 1e3 * seconds
+    return table
+
+
+def steps(executor: CudaExecutor, limits: Limits, nodes: int, context: int, count: int = 30) -> dict[str, float]:
+    """Whole speculative steps of one request: draft, tree, verify, accept, append. Wall time against device time."""
+    plan, rows = executor.plan, nodes + 1
+    bucket = next(b for b in plan.buckets("verify") if b >= rows)
+    append = next(b for b in plan.buckets("append") if b >= limits.path_length)
+    phases = ("draft[1]", f"verify[{bucket}]", f"append[{append}]")
+    fill(executor, limits, rows, context)
+    executor.write("active", 0)
+    executor.write("active", 1, 0)
+    executor.write("tree_budget", nodes)
+    executor.write("draft_requests", 0)
+    walls = []
+    for _ in range(count):
+        start = time.perf_counter()
+        executor.run(phases[0])
+        executor.read("num_rows")
+        executor.run(phases[1])
+        executor.read("num_emitted")
+        executor.run(phases[2])
+        walls.append(time.perf_counter() - start)
+    executor.synchronize()
+    busy = {}
+    for phase in phases:
+        fill(executor, limits, rows, context)
+        busy[phase] = timed(executor, phase)
+    wall = float(np.median(walls[5:]))
+    return {
+        "nodes": nodes,
+        "context": context,
+        "wall_ms": 1e3 * wall,
+        **{f"{phase.split('[')[0]}_ms": 1e3 * seconds for phase, seconds in busy.items()},
+        "idle_fraction": 1 - sum(busy.values()) / wall,
+    }
+
+
+def run(path: Path, commit: str) -> dict[str, Any]:
+    import torch
+
+    from bench.moe import ceilings
+    from builder.roofline import SM90, phase_cost
+
+    found = ceilings()
+    torch.cuda.empty_cache()
+    plan, cubins = load(path)
+    start = time.perf_counter()
+    executor = CudaExecutor(plan, cubins, SplatWeights(plan.weights), Device(), StandIn(TP))
+    executor.synchronize()
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        **found,
+        "load_s": time.perf_counter() - start,
+        "memory_GB": (lambda free, total: (total - free) / 1e9)(*executor.device.memory()),
+        "collectives": "copies on the device in place of 8 ranks",
+        "rows": [],
+    }
+    limits = Limits(**plan.settings["limits"])
+    hardware = replace(SM90, bandwidth=found["read_TBps"] * 1e12)
+    for context in CONTEXTS:
+        for rows in plan.buckets("verify"):
+            phase = f"verify[{rows}]"
+            fill(executor, limits, rows, context)
+            ms = 1e3 * timed(executor, phase)
+            roofline = 1e3 * phase_cost(plan.phases[phase], context, hardware).total.memory_s
+            launches = executor.launches(phase) / LAYERS
+            result["rows"].append(
+                {"T": rows, "context": context, "ms": ms, "roofline_ms": roofline, "launches_per_layer": launches}
+            )
+            print(
+                f"T {rows:4d} context {context:7d} {ms:7.3f} ms, roofline {roofline:7.3f}, {ms / roofline:5.2f} x",
+                flush=True,
+            )
+    result["by_plugin"] = {}
+    for rows in (1, 8, 32):
+        fill(executor, limits, rows, CONTEXTS[0])
+        result["by_plugin"][f"verify[{rows}]"] = by_plugin(executor, f"verify[{rows}]")
+    fill(executor, limits, 4, CONTEXTS[0])
+    result["by_plugin"]["draft[1]"] = by_plugin(executor, "draft[1]")
+    result["steps"] = [steps(executor, limits, nodes, CONTEXTS[0]) for nodes in (7, 31, 63)]
+    for name, table in result["by_plugin"].items():
+        print(name)
+        for plugin, row in sorted(table.items(), key=lambda item: -item[1]["ms"]):
+            each = f"{1e3 * row['ms'] / row['steps']:8.2f} us each"
+            print(f"  {plugin:32s} {row['steps']:4.0f} steps {row['ms']:8.3f} ms {each}")
+    for step in result["steps"]:
+        print({name: round(value, 3) for name, value in step.items()})
+    executor.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    building = commands.add_parser("build", help="write the engine file of one rank")
+    building.add_argument("file", type=Path)
+    building.add_argument("--arch", default="sm_90a")
+    running = commands.add_parser("run", help="time its passes on this GPU")
+    running.add_argument("file", type=Path)
+    running.add_argument("--commit", default="unknown")
+    running.add_argument("-o", "--output", type=Path, required=True)
+    args = parser.parse_args()
+    if args.command == "build":
+        build(args.file, args.arch)
+        return
+    args.output.write_text(json.dumps(run(args.file, args.commit), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
