@@ -3,8 +3,10 @@
     python bench/full_pass.py build RANK.engine [--arch sm_90a]        needs no GPU
     python bench/full_pass.py run RANK.engine [--commit ID] -o bench/results/pass_h200.json
 
-The other ranks do not exist: collectives are copies on the device in place of transfers between GPUs, which the figures
-therefore leave out. Rooflines are the bytes of every step (builder/roofline.py) over the read rate of the same run.
+The other ranks do not exist: sums over ranks are this rank's part, and the figures leave out what the links between
+GPUs take. Token rows are random ids of this rank's part of the vocabulary (others would be zeros, and share their
+experts). Rooflines are the bytes of every step (builder/roofline.py: uniform routing) and of one request's KV, over
+the read rate of the same run.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from plugins.core.plan import Plan  # noqa: E402
 from plugins.core.state import Limits  # noqa: E402
 
 TP, LAYERS = 8, 61
+KV_BYTES = 1152  # of a position and layer
 CONTEXTS = (4096, 32_768, 131_072)
 
 
@@ -61,6 +64,13 @@ def load(path: Path) -> tuple[Plan, dict[str, bytes]]:
     container = decode_header(data)
     plan = Plan.from_json(json.loads(container.metadata["plan"]))
     return plan, {name: data[entry.start : entry.end] for name, entry in container.tensors.items()}
+
+
+def set_up(executor: CudaExecutor, limits: Limits, rows: int, context: int) -> None:
+    """One request of `rows` rows after `context` tokens, with tokens that this rank embeds."""
+    fill(executor, limits, rows, context)
+    held = executor.plan.buffers["logits"].shape[1] // TP
+    executor.write("tokens", np.random.default_rng(rows).integers(0, held, rows), slice(0, rows))
 
 
 def timed(executor: CudaExecutor, phase: str, repeats: int = 7) -> float:
@@ -96,7 +106,7 @@ def steps(executor: CudaExecutor, limits: Limits, nodes: int, context: int, coun
     bucket = next(b for b in plan.buckets("verify") if b >= rows)
     append = next(b for b in plan.buckets("append") if b >= limits.path_length)
     phases = ("draft[1]", f"verify[{bucket}]", f"append[{append}]")
-    fill(executor, limits, rows, context)
+    set_up(executor, limits, rows, context)
     executor.write("active", 0)
     executor.write("active", 1, 0)
     executor.write("tree_budget", nodes)
@@ -113,7 +123,7 @@ def steps(executor: CudaExecutor, limits: Limits, nodes: int, context: int, coun
     executor.synchronize()
     busy = {}
     for phase in phases:
-        fill(executor, limits, rows, context)
+        set_up(executor, limits, rows, context)
         busy[phase] = timed(executor, phase)
     wall = float(np.median(walls[5:]))
     return {
@@ -144,7 +154,7 @@ def run(path: Path, commit: str) -> dict[str, Any]:
         **found,
         "load_s": time.perf_counter() - start,
         "memory_GB": (lambda free, total: (total - free) / 1e9)(*executor.device.memory()),
-        "collectives": "copies on the device in place of 8 ranks",
+        "collectives": "left out: sums over ranks are this rank's part",
         "rows": [],
     }
     limits = Limits(**plan.settings["limits"])
@@ -152,9 +162,10 @@ def run(path: Path, commit: str) -> dict[str, Any]:
     for context in CONTEXTS:
         for rows in plan.buckets("verify"):
             phase = f"verify[{rows}]"
-            fill(executor, limits, rows, context)
+            set_up(executor, limits, rows, context)
             ms = 1e3 * timed(executor, phase)
-            roofline = 1e3 * phase_cost(plan.phases[phase], context, hardware).total.memory_s
+            moved = phase_cost(plan.phases[phase], 0, hardware).total.nbytes + LAYERS * context * KV_BYTES
+            roofline = 1e3 * moved / hardware.bandwidth
             launches = executor.launches(phase) / LAYERS
             result["rows"].append(
                 {"T": rows, "context": context, "ms": ms, "roofline_ms": roofline, "launches_per_layer": launches}
@@ -165,9 +176,9 @@ def run(path: Path, commit: str) -> dict[str, Any]:
             )
     result["by_plugin"] = {}
     for rows in (1, 8, 32):
-        fill(executor, limits, rows, CONTEXTS[0])
+        set_up(executor, limits, rows, CONTEXTS[0])
         result["by_plugin"][f"verify[{rows}]"] = by_plugin(executor, f"verify[{rows}]")
-    fill(executor, limits, 4, CONTEXTS[0])
+    set_up(executor, limits, 4, CONTEXTS[0])
     result["by_plugin"]["draft[1]"] = by_plugin(executor, "draft[1]")
     result["steps"] = [steps(executor, limits, nodes, CONTEXTS[0]) for nodes in (7, 31, 63)]
     for name, table in result["by_plugin"].items():

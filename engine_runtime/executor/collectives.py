@@ -28,6 +28,7 @@ class Collectives(Protocol):
     """Collectives on a device's stream, captured into graphs like kernels."""
 
     world: int
+    in_place: tuple[str, ...]  # operators whose kernels may read their input, as there is nothing to wait for
 
     def run(self, plugin: str, source: int, target: int, spec: TensorSpec, device: Device) -> None:
         """all_reduce: target = sum over the ranks of the tensor `spec` at source. all_gather: target = those tensors
@@ -41,6 +42,7 @@ class SingleRank:
     """Of an engine with one rank, whose plan holds no collective."""
 
     world = 1
+    in_place: tuple[str, ...] = ()
 
     def run(self, plugin: str, source: int, target: int, spec: TensorSpec, device: Device) -> None:
         raise CollectiveError(f"{plugin}: a plan for one rank has no collectives, rebuild the engine")
@@ -50,16 +52,19 @@ class SingleRank:
 
 
 class StandIn:
-    """In place of `world` - 1 ranks that do not exist, for measurements of one: every rank has what this one has.
+    """In place of `world` - 1 ranks that do not exist, for measurements of one: a sum is this rank's part, a gathered
+    tensor has it once for every rank.
 
     The results are not those of the model; times leave out what the links between GPUs would take.
     """
+
+    in_place = ("all_reduce",)
 
     def __init__(self, world: int) -> None:
         self.world = world
 
     def run(self, plugin: str, source: int, target: int, spec: TensorSpec, device: Device) -> None:
-        for rank in range(1 if plugin == "all_reduce" else self.world):
+        for rank in range(self.world):
             device.copy(target + rank * spec.nbytes, source, spec.nbytes)
 
     def close(self) -> None:
@@ -71,6 +76,8 @@ class Nccl:
 
     Sums are the same bits on every rank: NCCL adds each piece once, on one rank, and hands it round.
     """
+
+    in_place: tuple[str, ...] = ()
 
     def __init__(self, rank: int, world: int, store: Path, device: Device, timeout: float) -> None:
         self.world = world

@@ -212,7 +212,13 @@ class CudaExecutor:
                     raise EngineError(f"step {step.node}: the engine file lacks the kernel {launch.image}: rebuild it")
                 self._kernels[launch] = self.device.kernel(launch, cubins[launch.image])
         kernels = tuple(self._kernels[launch] for launch in step.launches)
-        return BoundStep(step, tuple(self._address(arg) for arg in operands), kernels)
+        addresses = [self._address(arg) for arg in operands]
+        if self._in_place(step):
+            addresses[-1] = addresses[0]
+        return BoundStep(step, tuple(addresses), kernels)
+
+    def _in_place(self, step: Step) -> bool:
+        return step.tactic == "nccl" and step.plugin in self._collectives.in_place
 
     def _address(self, arg: Arg) -> int:
         if arg.kind == "none":
@@ -231,7 +237,7 @@ class CudaExecutor:
     def _enqueue(self, bound: BoundStep) -> None:
         """Put one step on the stream: what it needs of other ranks, then its kernels."""
         step, stream = bound.step, int(self.device.stream)
-        if step.tactic == "nccl":
+        if step.tactic == "nccl" and not self._in_place(step):
             spec = step.inputs[0].spec
             assert spec is not None
             self._collectives.run(step.plugin, bound.addresses[0], bound.addresses[-1], spec, self.device)

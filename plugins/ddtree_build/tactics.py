@@ -9,9 +9,10 @@ from plugins.core.plugin import Attrs, Launch, Tactic
 from plugins.core.spec import TensorSpec
 
 Inputs = Sequence[TensorSpec | None]
-_THREADS = 256
+_TREE_THREADS, _ROWS_THREADS = 512, 256
 _MOST_DEPTH = 16  # ranks of a path are packed into two words of 8 depths
 _MOST_TOP_K = 64
+_MOST_STAGED = 76_000  # bytes, beside 24 KB of the tree's own
 
 
 def _shapes(inputs: Inputs) -> dict[str, tuple[int, ...]]:
@@ -28,7 +29,14 @@ def _refuses(attrs: Attrs, inputs: Inputs) -> str | None:
         return f"draft_depth: expected up to {_MOST_DEPTH}, found {attrs['draft_depth']}"
     if attrs["top_k"] > _MOST_TOP_K:
         return f"top_k: expected up to {_MOST_TOP_K}, found {attrs['top_k']}"
+    if _staged(attrs) > _MOST_STAGED:
+        return f"the candidates of {attrs['tp_world']} ranks do not fit in {_MOST_STAGED} B of shared memory"
     return None
+
+
+def _staged(attrs: Attrs) -> int:
+    """Bytes of a block's candidates of all ranks."""
+    return int(4 * attrs["draft_depth"] * attrs["tp_world"] * (2 * attrs["top_k"] + 1))
 
 
 def _workspace(attrs: Attrs, inputs: Inputs) -> int:
@@ -54,8 +62,15 @@ def _launches(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     )
     rows = (*constants, ("ROWS", shapes["tokens"][0]), ("WORDS", shapes["mask"][1]))
     return (
-        Launch("ddtree_build/tree.cu", "tree", constants, (requests, 1, 1), (_THREADS, 1, 1)),
-        Launch("ddtree_build/rows.cu", "rows", rows, (1, 1, 1), (_THREADS, 1, 1)),
+        Launch(
+            "ddtree_build/tree.cu",
+            "tree",
+            constants,
+            (requests, 1, 1),
+            (_TREE_THREADS, 1, 1),
+            smem=_staged(attrs) if "candidates" in shapes else 0,
+        ),
+        Launch("ddtree_build/rows.cu", "rows", rows, (1, 1, 1), (_ROWS_THREADS, 1, 1)),
     )
 
 

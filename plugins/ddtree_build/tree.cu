@@ -8,7 +8,7 @@
 // (entries of a cost row), PAGES, PAGE_SIZE. Work: NODES steps of some 0.2 us; bytes moved: the candidates, once.
 #include "tree.cuh"
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 512;
 constexpr int PART = 2 * TOP_K + 1;   // of a rank: logits, ids, logsumexp
 constexpr int FRONTIER = NODES + 32;  // an entry more than nodes, rounded up to lanes
 
@@ -39,8 +39,8 @@ __device__ __forceinline__ int place(const float* part, float logit, int id) {
     return low;
 }
 
-__device__ void merge(const float* candidates, int depth, double factor, int width, Options& options) {
-    const float* parts = candidates + (i64)depth * WORLD * PART;
+// `parts`: of all ranks, in shared memory.
+__device__ void merge(const float* parts, int depth, double factor, int width, Options& options) {
     double total = parts[PART - 1];
     for (int r = 1; r < WORLD; r++) {  // logaddexp in rank order
         const double next = parts[r * PART + PART - 1], most = fmax(total, next);
@@ -98,9 +98,14 @@ extern "C" __global__ __launch_bounds__(THREADS) void tree(
     __syncthreads();
     if (!active[request] || block < 0) return;
     const int width = tree_width[request] ? tree_width[request] : TOP_K;
+    DYNAMIC_SHARED(memory);
+    float* parts = (float*)memory;  // [DEPTH][WORLD][PART]
+    for (int i = threadIdx.x; i < DEPTH * WORLD * PART; i += THREADS)
+        parts[i] = candidates[(i64)block * DEPTH * WORLD * PART + i];
+    __syncthreads();
     for (int d = 0; d < DEPTH; d++) {
         const double factor = log((double)calibration[request * DEPTH + d]);
-        merge(candidates + (i64)block * DEPTH * WORLD * PART, d, factor, width, options);
+        merge(parts + d * WORLD * PART, d, factor, width, options);
     }
     for (int i = threadIdx.x; i < FRONTIER; i += THREADS) frontier.key[i] = 0;
     __syncthreads();

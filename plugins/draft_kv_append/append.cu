@@ -8,7 +8,8 @@ constexpr int WARPS = 4;
 __constant__ u32 INV_FREQ_BITS[] = {INV_FREQ};
 
 extern "C" __global__ __launch_bounds__(32 * WARPS) void append(const u16* kv, const u16* k_norm, const int* positions,
-                                                                const int* slots, u16* draft_kv, i64 layer) {
+                                                                const int* slots, u16* draft_kv, const void*,
+                                                                i64 layer) {
     wait_for_previous_kernel();
     allow_next_kernel();
     const int i = blockIdx.x * WARPS + threadIdx.x / 32, row = i / HEADS, head = i % HEADS;

@@ -52,6 +52,23 @@ __device__ __forceinline__ void plan_work(Work& work, const int* first_row, cons
     work.chunk = max((unit + BLOCKS - 1) / BLOCKS, 1);
 }
 
+// What a block works on next, from its first tile that is not done.
+struct Item {
+    int request, index;     // request < 0: nothing is left
+    int first_tile, stop;   // of the item's tiles
+};
+
+__device__ __forceinline__ Item find_item(const Work& work, int unit, int end) {
+    for (int r = 0; r < REQUESTS && unit < end; r++) {
+        const Request& request = work.requests[r];
+        const int tiles = request.tiles();
+        if (unit >= request.unit + request.items() * tiles) continue;
+        const int index = (unit - request.unit) / tiles, first = (unit - request.unit) % tiles;
+        return {r, index, first, min(tiles, first + end - unit)};
+    }
+    return {-1, 0, 0, 0};
+}
+
 // Workspace: sums float32 [PARTIALS, QUERIES, C], then (largest score in units of log 2, sum of weights) of each row.
 __device__ __forceinline__ float* partial_sums(u8* workspace, int place) {
     return (float*)workspace + (u64)place * QUERIES * C;
