@@ -6,6 +6,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from plugins.core.plugin import Launch, PluginError
 
@@ -15,6 +16,7 @@ ARCHS = ("sm_90a", "sm_120a")
 MULTIPROCESSORS = {"sm_90a": 132, "sm_120a": 188}  # H200, RTX PRO 6000 Blackwell
 MAX_SHARED_BYTES = 101_376  # of a block on sm_120a, the smaller of the two
 REGISTERS = 65_536  # of a multiprocessor, in both
+_IMPORTING = Lock()  # cuda-core's first import does not bear two threads
 
 
 def compile_launch(launch: Launch, arch: str) -> bytes:
@@ -23,7 +25,8 @@ def compile_launch(launch: Launch, arch: str) -> bytes:
     Raises `PluginError` where the compiler is not installed or refuses the source.
     """
     try:
-        from cuda.core import Program, ProgramOptions
+        with _IMPORTING:
+            from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise PluginError(f"{launch.source}: CUDA kernels need the extra `cuda` of this package: {error}") from None
     path = ROOT / launch.source
