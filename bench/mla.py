@@ -16,10 +16,13 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -31,7 +34,9 @@ from tests.plugins.gpu.test_mla import ROPE  # noqa: E402
 HEADS, PAGE, LATENT, WIDTH, VALUE, NOPE, Q_RANK = 8, 64, 512, 576, 128, 128, 1536
 SCALE = 0.1446796
 TOKENS = (1, 4, 8, 16, 32)
+MOST_ROWS = 128  # of a verify pass, over all requests
 CASES = [(1, 0), (1, 1024), (1, 4096), (8, 4096), (1, 32_768), (1, 131_072), (1, 200_000)]
+PREFILL = [(4096, 0), (4096, 32_768), (1024, 32_768), (512, 131_072), (256, 131_072)]
 ROTATED_BYTES = 400_000_000
 
 
@@ -76,6 +81,8 @@ def rows(read: float, mma: float) -> list[dict[str, Any]]:
         layers = max(1, min(8, ROTATED_BYTES // (slots * WIDTH * 2)))
         pool = torch.randn(layers, slots, WIDTH, device="cuda").bfloat16()
         for tokens in TOKENS:
+            if tokens * requests > MOST_ROWS:
+                continue
             calls = [attention(tokens, requests, context, layer, pool).start for layer in range(layers)]
             nbytes = requests * (context + tokens) * WIDTH * 2
             flops = 2 * requests * tokens * HEADS * (context + tokens / 2) * (WIDTH + LATENT)
@@ -125,6 +132,45 @@ def prepare_rows(read: float) -> list[dict[str, Any]]:
     return table
 
 
+def prefill_rows(mma: float) -> list[dict[str, Any]]:
+    """Chunks of one request, keys and values built from the latents included, beside torch's attention kernels on keys
+    and values that are there already. Those see every position where there is a context: 2048 more of 36,864 a row.
+    """
+    backends = {"efficient_us": SDPBackend.EFFICIENT_ATTENTION, "cudnn_us": SDPBackend.CUDNN_ATTENTION}
+    table = []
+    for tokens, context in PREFILL:
+        seen = context + tokens
+        pages = -(-seen // PAGE)
+        pool = torch.randn(1, (pages + 1) * PAGE, WIDTH, device="cuda").bfloat16()
+        one = torch.zeros(1, device="cuda", dtype=torch.int32)
+        inputs = [
+            torch.randn(tokens, HEADS, NOPE + 64, device="cuda").bfloat16(),
+            (torch.randn(HEADS, NOPE, LATENT, device="cuda") * LATENT**-0.5).bfloat16(),
+            (torch.randn(HEADS, VALUE, LATENT, device="cuda") * LATENT**-0.5).bfloat16(),
+            torch.zeros(tokens, device="cuda", dtype=torch.int32),
+            one,
+            one + tokens,
+            one + context,
+            torch.randperm(pages, device="cuda").int()[None] + 1,
+            pool,
+        ]
+        attrs = {"layer": 0, "num_heads": HEADS, "softmax_scale": SCALE, "page_size": PAGE, "form": "expanded"}
+        operator = Operator("mla_attention", attrs, inputs)
+        pairs = tokens * (context + (tokens + 1) / 2)
+        flops = 2 * HEADS * (pairs * (NOPE + 64 + VALUE) + seen * LATENT * (NOPE + VALUE))
+        row: dict[str, Any] = {"T": tokens, "context": context, "flops": round(flops), "us": timed([operator.start], 5)}
+        row["ceiling_us"] = flops / mma / 1e6
+        q, k = (torch.randn(1, HEADS, n, NOPE + 64, device="cuda").bfloat16() for n in (tokens, seen))
+        v = torch.randn(1, HEADS, seen, VALUE, device="cuda").bfloat16()
+        for name, backend in backends.items():
+            with sdpa_kernel(backend):
+                call = partial(scaled_dot_product_attention, q, k, v, is_causal=context == 0, scale=SCALE)
+                row[name] = timed([call], 5)
+        table.append(row)
+        print("prefill", {key: round(value, 1) for key, value in row.items()}, flush=True)
+    return table
+
+
 def peers(script: Path, folder: Path, table: list[dict[str, Any]]) -> None:
     """Put the peers' times beside ours."""
     text = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, check=True).stdout
@@ -147,6 +193,7 @@ def main() -> None:
     print(found, flush=True)
     table = rows(found["read_TBps"], found["mma_TFLOPs"])
     prepare = prepare_rows(found["read_TBps"])
+    prefill = prefill_rows(found["mma_TFLOPs"])
     if args.peer:
         peers(*args.peer, table)
     result = {
@@ -156,6 +203,7 @@ def main() -> None:
         **found,
         "rows": table,
         "prepare": prepare,
+        "prefill": prefill,
     }
     args.output.write_text(json.dumps(result, indent=1) + "\n")
 

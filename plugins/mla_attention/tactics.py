@@ -1,7 +1,10 @@
-"""CUDA tactics of `mla_attention`: absorbed over splits of the context, then their combination with W_UV."""
+"""CUDA tactics of `mla_attention`: absorbed, over splits of the context, then their combination with W_UV; expanded,
+segment by segment of the context.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from plugins.core.cuda import ARCHS, MULTIPROCESSORS, float_bits
@@ -9,9 +12,15 @@ from plugins.core.plugin import Attrs, Launch, Tactic
 from plugins.core.spec import TensorSpec
 
 LOG2_E = 1.4426950408889634
-TILE = 32  # positions
+TILE = 16  # positions
 _CLUSTER = 8
 _WARPS = 8
+_SEGMENT_HEADS = 262_144  # positions of a segment x heads: 176 MB of keys and values
+_NOPE = 128
+_EXPAND_ROWS = 128  # positions of a block that expands
+_ATTEND_ROWS = 128  # rows of a block that attends
+_MOST_SPLITS = 16
+_FILLED = 0.85  # of the multiprocessors, over all rounds of blocks: enough not to split further
 Inputs = Sequence[TensorSpec | None]
 
 
@@ -86,16 +95,17 @@ def _launches(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     )
     layer = (attrs["layer"],)
     work = 20 * requests + 4
-    parts = 2 if tiles == 4 else 4
-    rings = 2 * TILE * (2 * (latent + found["P"]) + 16)
-    scores = parts * queries * (TILE + 4) * 4
-    smem = rings + scores + queries * (2 * (TILE + 8) + 4) + work + 32
+    stages = 5 if tiles == 1 else 4
+    ring = stages * TILE * (2 * (latent + found["P"]) + 16)
+    scores = 4 * queries * (TILE + 2) * 4
+    smem = ring + scores + 2 * queries * (2 * TILE + 4) + 8 * (stages + 2) + work + 16
     verify = Launch(
         "mla_attention/verify.cu",
         "verify",
         (
             *constants,
             ("MT", tiles),
+            ("STAGES", stages),
             ("SCALE", float_bits(attrs["softmax_scale"] * LOG2_E)),
             ("MASKED", int(mask is not None)),
             ("WORDS", 1 if mask is None else mask.shape[1]),
@@ -121,4 +131,75 @@ def _launches(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     return verify, combine
 
 
-TACTICS = (Tactic("splits", ARCHS, _refuses_absorbed, workspace=_workspace, launches=_launches),)
+def _refuses_expanded(attrs: Attrs, inputs: Inputs) -> str | None:
+    if attrs["form"] != "expanded":
+        return f"form: takes 'expanded', found {attrs['form']!r}"
+    if len(inputs) > 9 and inputs[9] is not None:
+        return "mask: takes none in the expanded form"
+    if inputs[1] is not None and inputs[1].shape[1] != _NOPE:
+        return f"qk_nope_head_dim: takes {_NOPE}, found {inputs[1].shape[1]}"
+    return refuses_shape(attrs, inputs)
+
+
+def _segment(sizes: dict[str, int]) -> int:
+    """Positions whose keys and values are built at a time."""
+    most = max(_EXPAND_ROWS, _SEGMENT_HEADS // sizes["HEADS"] // _EXPAND_ROWS * _EXPAND_ROWS)
+    longest = sizes["PAGES"] * sizes["PAGE_SIZE"]
+    return min(most, longest + -longest % _EXPAND_ROWS)
+
+
+def _expanded_splits(sizes: dict[str, int], multiprocessors: int) -> int:
+    """The fewest that keep most of the chip busy, one block a multiprocessor."""
+    items = -(-sizes["TOKENS"] // _ATTEND_ROWS) * sizes["HEADS"]
+
+    def filled(splits: int) -> float:
+        rounds = items * splits / multiprocessors
+        return rounds / math.ceil(rounds)
+
+    choices = range(1, _MOST_SPLITS + 1)
+    return next((n for n in choices if filled(n) >= _FILLED), max(choices, key=filled))
+
+
+def _expanded_workspace(attrs: Attrs, inputs: Inputs) -> int:
+    """As in expanded.cuh, for the chip with the most splits."""
+    found = sizes(attrs, inputs)
+    splits = max(_expanded_splits(found, count) for count in MULTIPROCESSORS.values())
+    keys_and_values = 2 * (_NOPE + found["P"] + 8 + found["V"] + 8)
+    places = splits * found["TOKENS"] * found["HEADS"]
+    return found["HEADS"] * _segment(found) * keys_and_values + places * (4 * found["V"] + 8)
+
+
+def _expanded_launches(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
+    found = sizes(attrs, inputs)
+    segment, splits = _segment(found), _expanded_splits(found, MULTIPROCESSORS[arch])
+    constants = (*found.items(), ("NOPE", _NOPE), ("SEGMENT", segment), ("SPLITS", splits))
+    heads, layer = found["HEADS"], attrs["layer"]
+    items = -(-found["TOKENS"] // _ATTEND_ROWS) * heads * splits
+    scale = ("SCALE", float_bits(attrs["softmax_scale"] * LOG2_E))
+    launches = []
+    for index in range(-(-found["PAGES"] * found["PAGE_SIZE"] // segment)):
+        grid, scalars = (2 * heads, segment // _EXPAND_ROWS, 1), (layer, index)
+        stages = 2 * 2 * _EXPAND_ROWS * 72 * 2
+        expand = Launch("mla_attention/expand.cu", "expand", constants, grid, (256, 1, 1), smem=stages, scalars=scalars)
+        tiles = 2 * 64 * 2 * (_NOPE + found["P"] + 8 + found["V"] + 8)
+        attend = Launch(
+            "mla_attention/attend.cu",
+            "attend",
+            (*constants, scale),
+            (items, 1, 1),
+            (256, 1, 1),
+            smem=tiles + 64,
+            scalars=scalars,
+        )
+        launches += [expand, attend]
+    blocks = -(-found["TOKENS"] * heads // _WARPS)
+    merge = Launch(
+        "mla_attention/merge.cu", "merge", constants, (blocks, 1, 1), (32 * _WARPS, 1, 1), scalars=(layer, 0)
+    )
+    return (*launches, merge)
+
+
+TACTICS = (
+    Tactic("splits", ARCHS, _refuses_absorbed, workspace=_workspace, launches=_launches),
+    Tactic("segments", ARCHS, _refuses_expanded, workspace=_expanded_workspace, launches=_expanded_launches),
+)

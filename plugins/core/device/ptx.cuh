@@ -49,10 +49,29 @@ __device__ __forceinline__ u64 leaves_l2_first() {
 // Bulk copies: 16-byte aligned, done by the copy engine, which reports to an mbarrier in shared memory.
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// A barrier for one arrival (of who requests a copy) a phase. Whoever initialises it synchronises afterwards.
-__device__ __forceinline__ void mbarrier_init(u64* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(
-                     shared_address(barrier))
+// A barrier for so many arrivals a phase: one, of who requests copies, unless told. Whoever initialises it synchronises
+// afterwards.
+__device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals = 1) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(
+                     shared_address(barrier)),
+                 "r"(arrivals)
+                 : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// The arrival of who requests copies of so many bytes next, and one of them.
+__device__ __forceinline__ void mbarrier_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
 

@@ -48,9 +48,17 @@ def test_prepare(tokens: int, heads: int, q_rank: int, form: str) -> None:
 class Pass:
     """A pass over requests of (context, rows): a shuffled pool of poisoned pages, with the tokens' latents in place."""
 
-    def __init__(self, requests: list[tuple[int, int]], heads: int, tree: str = "random", padding: int = 0) -> None:
+    def __init__(
+        self,
+        requests: list[tuple[int, int]],
+        heads: int,
+        tree: str = "random",
+        padding: int = 0,
+        form: str = "absorbed",
+        extra_pages: int = 2,
+    ) -> None:
         pages = [-(-(context + rows) // PAGE) for context, rows in requests]
-        width = max(max(pages), 1) + 2
+        width = max(max(pages), 1) + extra_pages
         order = torch.randperm(sum(pages)).tolist()
         table = torch.zeros(len(requests), width, dtype=torch.int32)
         # what lies past a request's end is another's: NaN here
@@ -68,7 +76,7 @@ class Pass:
                 position = torch.arange(count)
                 slot = table[request, position // PAGE].long() * PAGE + position % PAGE
                 pool[1, slot.cuda()] = bf16(count, 576)
-            for row in range(rows):
+            for row in range(rows if form == "absorbed" else 0):
                 parent = {"chain": row - 1, "star": 0, "random": random.randrange(row) if row else -1}[tree]
                 if row:
                     mask[first + row] = mask[first + parent]
@@ -77,7 +85,7 @@ class Pass:
             first += rows
         self.tokens = total
         self.inputs = [
-            bf16(total, heads, 576),
+            bf16(total, heads, 576 if form == "absorbed" else 192),
             bf16(heads, 128, 512, scale=0.05),
             bf16(heads, 128, 512, scale=0.05),
             ints(owner + [-1] * padding),
@@ -86,9 +94,9 @@ class Pass:
             ints([context for context, _ in requests]),
             table.cuda(),
             pool,
-            mask.cuda().to(torch.uint32),
+            mask.cuda().to(torch.uint32) if form == "absorbed" else None,
         ]
-        self.attrs = {"layer": 1, "num_heads": heads, "softmax_scale": SCALE, "page_size": PAGE, "form": "absorbed"}
+        self.attrs = {"layer": 1, "num_heads": heads, "softmax_scale": SCALE, "page_size": PAGE, "form": form}
 
 
 def compare(given: Pass, tolerance: float = 6e-3) -> torch.Tensor:
@@ -142,6 +150,39 @@ def test_without_a_mask_it_is_causal(context: int, tokens: int) -> None:
     (masked,) = Operator("mla_attention", given.attrs, given.inputs).run()
     given.inputs[9] = None
     assert torch.equal(compare(given), masked)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 127, 128, 129, 171, 300, 1000, 4096])
+@pytest.mark.parametrize("context", [0, 1, 63, 64, 65, 4096])
+def test_expanded(tokens: int, context: int) -> None:
+    compare(Pass([(context, tokens)], 8, form="expanded"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "context"), [(1, 300, 500), (4, 200, 0), (16, 700, 20_000), (64, 300, 9000)]
+)
+def test_expanded_shards(heads: int, tokens: int, context: int) -> None:
+    compare(Pass([(context, tokens)], heads, form="expanded"))
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(1000, 32_000), (300, 32_700), (256, 100_000), (200, 200_000)])
+def test_expanded_over_several_segments(tokens: int, context: int) -> None:
+    compare(Pass([(context, tokens)], 8, form="expanded"))
+
+
+def test_expanded_with_padding_and_empty_segments() -> None:
+    compare(Pass([(50, 0), (1000, 300), (9, 0)], 8, padding=213, form="expanded", extra_pages=2000))
+    assert not compare(Pass([(50, 0), (0, 0)], 8, padding=256, form="expanded")).any()
+
+
+def test_expanded_equals_absorbed() -> None:
+    expanded = Pass([(3000, 120)], 8, "chain", form="expanded")
+    nope = expanded.inputs[0][..., :128].double()
+    latent = torch.einsum("thn,hnc->thc", nope, expanded.inputs[1].double()).bfloat16()
+    absorbed = [torch.cat([latent, expanded.inputs[0][..., 128:]], -1), *expanded.inputs[1:]]
+    (found,) = Operator("mla_attention", expanded.attrs, expanded.inputs).run()
+    (other,) = Operator("mla_attention", {**expanded.attrs, "form": "absorbed"}, absorbed).run()
+    assert relative_error(found, other.double()) < 1e-2
 
 
 @pytest.mark.parametrize("path", [[0, 1, 2], [0, 2, 5], [0, 3, 1, 7, 6, 5, 4, 2], [0]])
