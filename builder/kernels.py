@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from plugins.core.cuda import MAX_SHARED_BYTES, REGISTERS, compile_launch, read_resources
+from plugins.core.cuda import MAX_SHARED_BYTES, REGISTERS, SYSTEM_SHARED_BYTES, compile_launch, read_resources
 from plugins.core.plan import Plan
 from plugins.core.plugin import Launch, PluginError
 from plugins.core.spec import TensorSpec
@@ -47,8 +47,9 @@ def check_fit(launch: Launch, cubin: bytes) -> None:
     """Raise `PluginError` unless one block of `launch` can run on every chip the engine is made for."""
     resources = read_resources(cubin)[launch.kernel]
     threads = launch.block[0] * launch.block[1] * launch.block[2]
-    if launch.smem > MAX_SHARED_BYTES:
-        raise PluginError(f"{launch.image}: expected up to {MAX_SHARED_BYTES} B of shared memory, found {launch.smem}")
+    shared = launch.smem + max(resources.shared - SYSTEM_SHARED_BYTES, 0)
+    if shared > MAX_SHARED_BYTES:
+        raise PluginError(f"{launch.image}: expected up to {MAX_SHARED_BYTES} B of shared memory, found {shared}")
     if threads > resources.max_threads or threads * resources.registers > REGISTERS:
         raise PluginError(
             f"{launch.image}: {threads} threads of {resources.registers} registers do not fit "

@@ -15,6 +15,7 @@ DEVICE_HEADERS = ROOT / "core" / "device"
 ARCHS = ("sm_90a", "sm_120a")
 MULTIPROCESSORS = {"sm_90a": 132, "sm_120a": 188}  # H200, RTX PRO 6000 Blackwell
 MAX_SHARED_BYTES = 101_376  # of a block on sm_120a, the smaller of the two
+SYSTEM_SHARED_BYTES = 1024  # that the system takes beside them, of every block
 REGISTERS = 65_536  # of a multiprocessor, in both
 _IMPORTING = Lock()  # cuda-core's first import does not bear two threads
 
