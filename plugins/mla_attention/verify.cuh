@@ -16,7 +16,7 @@
         const int *request_rows, const int *context_len, const int *block_table, const u16 *kv_pool, const u32 *mask, \
         u16 *out, u8 *workspace, i64 layer
 
-constexpr int TILE = 16;  // positions
+constexpr int TILE = 32;  // positions
 
 struct Request {
     int first, rows, context;
