@@ -142,15 +142,15 @@ def prefill_rows(mma: float) -> list[dict[str, Any]]:
         seen = context + tokens
         pages = -(-seen // PAGE)
         pool = torch.randn(1, (pages + 1) * PAGE, WIDTH, device="cuda").bfloat16()
-        one = torch.zeros(1, device="cuda", dtype=torch.int32)
+        zero = torch.zeros(1, device="cuda", dtype=torch.int32)
         inputs = [
             torch.randn(tokens, HEADS, NOPE + 64, device="cuda").bfloat16(),
             (torch.randn(HEADS, NOPE, LATENT, device="cuda") * LATENT**-0.5).bfloat16(),
             (torch.randn(HEADS, VALUE, LATENT, device="cuda") * LATENT**-0.5).bfloat16(),
             torch.zeros(tokens, device="cuda", dtype=torch.int32),
-            one,
-            one + tokens,
-            one + context,
+            zero,
+            zero + tokens,
+            zero + context,
             torch.randperm(pages, device="cuda").int()[None] + 1,
             pool,
         ]

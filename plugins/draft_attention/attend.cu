@@ -5,6 +5,7 @@
 // values come in tiles of 64 through two stages of shared memory. Constants: those of block.cuh, WARPS (of 16 rows), SCALE
 // (float32 bits of log2 e / sqrt(DIM)). Bytes moved: the context's keys and values, once. Shared memory: 272 B a key and value
 // of 128, in two stages: 70 KB.
+#include "attention.cuh"
 #include "block.cuh"
 
 constexpr int THREADS = 32 * WARPS, VECTORS = DIM / 8;
@@ -62,12 +63,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void attend(BLOCK_PARAMETERS) {
     for (int h = 0; h < 2; h++) {
         const int row = min(rows[h], QUERIES - 1), j = row / (HEADS / GROUPS), head = row % (HEADS / GROUPS);
         const u16* from =
-            queries(workspace) + (((u64)block * BLOCK + j) * HEADS + group * (HEADS / GROUPS) + head) * DIM + 2 * t;
-#pragma unroll
-        for (int s = 0; s < DIM / 16; s++) {
-            qa[s][h] = *(const u32*)(from + 16 * s);
-            qa[s][2 + h] = *(const u32*)(from + 16 * s + 8);
-        }
+            queries(workspace) + (((u64)block * BLOCK + j) * HEADS + group * (HEADS / GROUPS) + head) * DIM;
+        load_query(qa, h, from);
     }
     float sum[DIM / 8][4] = {}, most[2] = {-INFINITY, -INFINITY}, total[2] = {};
 #pragma unroll 1
@@ -82,15 +79,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void attend(BLOCK_PARAMETERS) {
         const bool own = split == 0 && i == count - 1;
         const int valid = own ? BLOCK : min(context.stop - context.start - (first + i) * TILE, TILE);
         float scores[TILE / 8][4] = {};
-        const u32 k_at = shared_address(&stage.keys[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8]);
-#pragma unroll
-        for (int s = 0; s < DIM / 16; s++)
-#pragma unroll
-            for (int n = 0; n < TILE / 16; n++) {
-                const uint4 b = ldmatrix(k_at + 2 * (16 * n * STRIDE + 16 * s));
-                mma_16x8x16(scores[2 * n], qa[s][0], qa[s][1], qa[s][2], qa[s][3], b.x, b.y, scores[2 * n]);
-                mma_16x8x16(scores[2 * n + 1], qa[s][0], qa[s][1], qa[s][2], qa[s][3], b.z, b.w, scores[2 * n + 1]);
-            }
+        add_scores<STRIDE>(scores, qa, stage.keys[0]);
         float largest[2] = {most[0], most[1]};
 #pragma unroll
         for (int n = 0; n < TILE / 8; n++)
@@ -110,23 +99,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void attend(BLOCK_PARAMETERS) {
 #pragma unroll
             for (int n = 0; n < DIM / 8; n++) sum[n][2 * h] *= factor, sum[n][2 * h + 1] *= factor;
         }
-        const u32 v_at = shared_address(&stage.values[lane % 16][lane / 16 * 8]);
-#pragma unroll
-        for (int k = 0; k < TILE / 16; k++) {
-            u32 a[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {  // the scores' fragment is the weights' fragment
-                const float* pair = &scores[2 * k + j / 2][j % 2 * 2];
-                a[j] = bf16_pair(exp2f(pair[0] - most[j % 2]), exp2f(pair[1] - most[j % 2]));
-                total[j % 2] += bf16_low(a[j]) + bf16_high(a[j]);
-            }
-#pragma unroll
-            for (int n = 0; n < DIM / 16; n++) {
-                const uint4 b = ldmatrix_trans(v_at + 2 * (16 * k * STRIDE + 16 * n));
-                mma_16x8x16(sum[2 * n], a[0], a[1], a[2], a[3], b.x, b.y, sum[2 * n]);
-                mma_16x8x16(sum[2 * n + 1], a[0], a[1], a[2], a[3], b.z, b.w, sum[2 * n + 1]);
-            }
-        }
+        add_values<STRIDE>(sum, total, scores, 1.f, most, stage.values[0]);
         __syncthreads();
     }
 #pragma unroll
@@ -134,9 +107,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void attend(BLOCK_PARAMETERS) {
 #pragma unroll
         for (int d = 1; d < 4; d <<= 1) total[h] += __shfl_xor_sync(~0u, total[h], d);
         if (rows[h] >= QUERIES) continue;
-        float* to = sums(workspace, place) + (u64)rows[h] * DIM + 2 * t;
-#pragma unroll
-        for (int n = 0; n < DIM / 8; n++) *(float2*)(to + 8 * n) = make_float2(sum[n][2 * h], sum[n][2 * h + 1]);
+        store_sums(sums(workspace, place) + (u64)rows[h] * DIM, sum, h);
         if (t == 0) weights(workspace, place)[rows[h]] = make_float2(most[h], total[h]);
     }
 }

@@ -3,12 +3,13 @@
 // A warp keeps 16 rows' queries, scores and sums in registers. Tiles of 64 keys and of 64 values, which lie in the workspace
 // as shared memory wants them, come through a ring of two each. The first warp asks the copy engine for them between its
 // scores and its sums: the keys after next, the next values. Warps tell it which they are done with, and no barrier stops
-// all of them together. Rows with the most positions begin first. The positions
-// that a block's rows see in the segment are cut into SPLITS parts, so that few rows fill the chip too. A row's largest score,
-// sum of weights and sums rest in the workspace between segments.
+// all of them together. Rows with the most positions begin first. The positions that a block's rows see in the segment are
+// cut into SPLITS parts, so that few rows fill the chip too. A row's largest score, sum of weights and sums rest in the
+// workspace between segments.
 //
 // Constants: those of expanded.cuh; SCALE (float32 bits of softmax_scale log2 e). Bytes moved: 672 B a head and position for
 // every 128 rows, mostly from L2. Shared memory: 86,080 B.
+#include "attention.cuh"
 #include "expanded.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 16 * WARPS, TILE = 64;
@@ -66,12 +67,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attend(EXPANDED_PARAMET
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int row = request.first + min(rows[h], request.rows - 1);
-        const u16* from = q + ((u64)row * HEADS + head) * DIM + 2 * t;
-#pragma unroll
-        for (int s = 0; s < DIM / 16; s++) {
-            qa[s][h] = *(const u32*)(from + 16 * s);
-            qa[s][2 + h] = *(const u32*)(from + 16 * s + 8);
-        }
+        load_query(qa, h, q + ((u64)row * HEADS + head) * DIM);
         if (segment == 0) continue;
         const float2 weight = *weights(workspace, place(split, row, head));
         most[h] = weight.x;
@@ -90,15 +86,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attend(EXPANDED_PARAMET
     for (int i = 0; i < count; i++) {
         mbarrier_wait(&shared.keys_full[i % 2], i / 2 & 1);
         float scores[TILE / 8][4] = {};
-        const u32 k_at = shared_address(&shared.keys[i % 2][(lane % 8 + lane / 16 * 8) * K_STRIDE + lane / 8 % 2 * 8]);
-#pragma unroll
-        for (int s = 0; s < DIM / 16; s++)
-#pragma unroll
-            for (int n = 0; n < TILE / 16; n++) {
-                const uint4 b = ldmatrix(k_at + 2 * (16 * n * K_STRIDE + 16 * s));
-                mma_16x8x16(scores[2 * n], qa[s][0], qa[s][1], qa[s][2], qa[s][3], b.x, b.y, scores[2 * n]);
-                mma_16x8x16(scores[2 * n + 1], qa[s][0], qa[s][1], qa[s][2], qa[s][3], b.z, b.w, scores[2 * n + 1]);
-            }
+        add_scores<K_STRIDE>(scores, qa, shared.keys[i % 2]);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&shared.keys_free[i % 2]);
         // a row sees the positions up to its own; what lies past the request's end is further still
@@ -147,23 +135,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attend(EXPANDED_PARAMET
         }
         __syncwarp();
         mbarrier_wait(&shared.values_full[i % 2], i / 2 & 1);
-        const u32 v_at = shared_address(&shared.values[i % 2][lane % 16 * V_STRIDE + lane / 16 * 8]);
-#pragma unroll
-        for (int k = 0; k < TILE / 16; k++) {
-            u32 a[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {  // the scores' fragment is the weights' fragment
-                const float* pair = &scores[2 * k + j / 2][j % 2 * 2];
-                a[j] = bf16_pair(exp2f(pair[0] * scale - base[j % 2]), exp2f(pair[1] * scale - base[j % 2]));
-                total[j % 2] += bf16_low(a[j]) + bf16_high(a[j]);
-            }
-#pragma unroll
-            for (int n = 0; n < V / 16; n++) {
-                const uint4 b = ldmatrix_trans(v_at + 2 * (16 * k * V_STRIDE + 16 * n));
-                mma_16x8x16(sum[2 * n], a[0], a[1], a[2], a[3], b.x, b.y, sum[2 * n]);
-                mma_16x8x16(sum[2 * n + 1], a[0], a[1], a[2], a[3], b.z, b.w, sum[2 * n + 1]);
-            }
-        }
+        add_values<V_STRIDE>(sum, total, scores, scale, base, shared.values[i % 2]);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&shared.values_free[i % 2]);
     }
@@ -173,9 +145,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void attend(EXPANDED_PARAMET
         for (int d = 1; d < 4; d <<= 1) total[h] += __shfl_xor_sync(~0u, total[h], d);
         if (rows[h] >= request.rows) continue;
         const u64 at = place(split, request.first + rows[h], head);
-        float* to = sums(workspace, at) + 2 * t;
-#pragma unroll
-        for (int n = 0; n < V / 8; n++) *(float2*)(to + 8 * n) = make_float2(sum[n][2 * h], sum[n][2 * h + 1]);
+        store_sums(sums(workspace, at), sum, h);
         if (t == 0) *weights(workspace, at) = make_float2(most[h], total[h]);
     }
 }

@@ -8,12 +8,9 @@
 // block table row, SLOTS of the pool, SEGMENT (positions), SPLITS.
 #pragma once
 
-#include "ptx.cuh"
+#include "operands.cuh"
 
-#define EXPANDED_PARAMETERS                                                                                         \
-    const u16 *q, const u16 *w_uk, const u16 *w_uv, const int *row_request, const int *first_row,                   \
-        const int *request_rows, const int *context_len, const int *block_table, const u16 *kv_pool, const u32 *mask, \
-        u16 *out, u8 *workspace, i64 layer, i64 segment
+#define EXPANDED_PARAMETERS ATTENTION_PARAMETERS, i64 segment
 
 constexpr int DIM = NOPE + P;
 constexpr int K_STRIDE = DIM + 8, V_STRIDE = V + 8;  // rows as shared memory wants them: no bank conflicts

@@ -18,7 +18,9 @@ _WARPS = 8
 _SEGMENT_HEADS = 262_144  # positions of a segment x heads: 176 MB of keys and values
 _NOPE = 128
 _EXPAND_ROWS = 128  # positions of a block that expands
+_EXPAND_COLUMNS = 64  # of the latent, a stage
 _ATTEND_ROWS = 128  # rows of a block that attends
+_ATTEND_TILE = 64  # positions
 _MOST_SPLITS = 16
 _FILLED = 0.85  # of the multiprocessors, over all rounds of blocks: enough not to split further
 Inputs = Sequence[TensorSpec | None]
@@ -147,6 +149,11 @@ def _segment(sizes: dict[str, int]) -> int:
     return min(most, longest + -longest % _EXPAND_ROWS)
 
 
+def _position_bytes(sizes: dict[str, int]) -> int:
+    """Of a head's key and value, in rows as shared memory wants them."""
+    return 2 * (_NOPE + sizes["P"] + 8 + sizes["V"] + 8)
+
+
 def _expanded_splits(sizes: dict[str, int], multiprocessors: int) -> int:
     """The fewest that keep most of the chip busy, one block a multiprocessor."""
     items = -(-sizes["TOKENS"] // _ATTEND_ROWS) * sizes["HEADS"]
@@ -163,9 +170,8 @@ def _expanded_workspace(attrs: Attrs, inputs: Inputs) -> int:
     """As in expanded.cuh, for the chip with the most splits."""
     found = sizes(attrs, inputs)
     splits = max(_expanded_splits(found, count) for count in MULTIPROCESSORS.values())
-    keys_and_values = 2 * (_NOPE + found["P"] + 8 + found["V"] + 8)
     places = splits * found["TOKENS"] * found["HEADS"]
-    return found["HEADS"] * _segment(found) * keys_and_values + places * (4 * found["V"] + 8)
+    return found["HEADS"] * _segment(found) * _position_bytes(found) + places * (4 * found["V"] + 8)
 
 
 def _expanded_launches(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
@@ -178,9 +184,9 @@ def _expanded_launches(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch,
     launches = []
     for index in range(-(-found["PAGES"] * found["PAGE_SIZE"] // segment)):
         grid, scalars = (2 * heads, segment // _EXPAND_ROWS, 1), (layer, index)
-        stages = 2 * 2 * _EXPAND_ROWS * 72 * 2
+        stages = 2 * 2 * _EXPAND_ROWS * (_EXPAND_COLUMNS + 8) * 2
         expand = Launch("mla_attention/expand.cu", "expand", constants, grid, (256, 1, 1), smem=stages, scalars=scalars)
-        tiles = 2 * 64 * 2 * (_NOPE + found["P"] + 8 + found["V"] + 8)
+        tiles = 2 * _ATTEND_TILE * _position_bytes(found)
         attend = Launch(
             "mla_attention/attend.cu",
             "attend",

@@ -55,17 +55,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void verify(ATTENTION_PARAME
             u8* to = shared.kv[stage] + lane * STRIDE;
             const int position = tile * TILE;
             const u64 slot = (u64)block_table[r * PAGES + position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE + lane;
-            if (lane == 0)
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                                 shared_address(&shared.full[stage])),
-                             "r"(TILE * 2 * WIDTH)
-                             : "memory");
+            if (lane == 0) mbarrier_expect(&shared.full[stage], TILE * 2 * WIDTH);
             __syncwarp();
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    shared_address(to)),
-                "l"(kv_pool + (layer * SLOTS + slot) * WIDTH), "r"(2 * WIDTH), "r"(shared_address(&shared.full[stage]))
-                : "memory");
+            bulk_copy(to, kv_pool + (layer * SLOTS + slot) * WIDTH, 2 * WIDTH, &shared.full[stage]);
         };
         if (warp == 0) {
             load(item.first_tile, uses % 2);

@@ -9,12 +9,7 @@
 // BLOCKS, PARTIALS (places), PAGE_SIZE, PAGES of a block table row, SLOTS of the pool.
 #pragma once
 
-#include "ptx.cuh"
-
-#define ATTENTION_PARAMETERS                                                                                        \
-    const u16 *q, const u16 *w_uk, const u16 *w_uv, const int *row_request, const int *first_row,                   \
-        const int *request_rows, const int *context_len, const int *block_table, const u16 *kv_pool, const u32 *mask, \
-        u16 *out, u8 *workspace, i64 layer
+#include "operands.cuh"
 
 constexpr int TILE = 32;  // positions
 

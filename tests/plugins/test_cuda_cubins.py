@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from builder.graph import from_onnx
 from builder.kernels import check_fit
 from builder.options import VERIFY_BUCKETS, BuildOptions
-from builder.pipeline import export_passes, plan_rank
+from builder.pipeline import build_plans
 from plugins.core.cuda import compile_launch, read_resources
 from plugins.core.plugin import Launch, PluginError
 from tests.full_size import k26_config, k26_draft_config
@@ -25,9 +24,7 @@ def launches(arch: str, buckets: tuple[int, ...]) -> list[Launch]:
     config = replace(k26_config(), num_hidden_layers=2)
     draft = replace(k26_draft_config(), target_layer_ids=(0, 1))
     options = BuildOptions(tp=8, arch=arch, splat=True, verify_buckets=buckets, kv_tokens=262_144)
-    passes, recipes = export_passes(config, draft, options)
-    graphs = [(one.name, one.bucket, from_onnx(one.model)) for one in passes]
-    plan = plan_rank(graphs, recipes, config, draft, options, 0)
+    plan = build_plans(config, draft, options)[0]
     steps = [step for phase in plan.phases.values() for step in phase.steps]
     return list({launch.image: launch for step in steps for launch in step.launches}.values())
 

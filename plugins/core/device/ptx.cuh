@@ -75,9 +75,9 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
                  : "memory");
 }
 
+// Expected and copied, past the L2.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
+    mbarrier_expect(barrier, bytes);
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
             shared_address(to)),
