@@ -16,6 +16,8 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[cpu,build,cuda,server,test]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1  # its renderers are oracles; the rest is not needed
+	@$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[tensorrt]' \
+	  || echo "TensorRT for RTX cannot be had here: the tests that build its plans will be skipped"
 	touch $@
 
 # the JavaScript clients of the tests; without npm those tests are skipped

@@ -20,7 +20,7 @@ from builder.pack_stream import layout_versions
 from builder.pipeline import export_passes, plan_passes
 from builder.preflight import CheckpointReport, preflight, preflight_draft
 from builder.writer import Staging
-from plugins.core.engine_file import Manifest
+from plugins.core.engine_file import TENSORRT, Manifest
 from plugins.core.plan import Plan
 
 COPIED_FILES = ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -112,6 +112,8 @@ def build(
     """Pack, write and publish the artifact `output`; resumes what an interrupted build left."""
     _check_accounting(source, plans)
     images = compile_images(plans, options.splat, progress)
+    if options.tensorrt:
+        images |= _tensorrt_images(plans, progress)
     with Staging(output) as staging:
         if not options.splat:
             packed = staging.add_weights(
@@ -126,6 +128,16 @@ def build(
             if path.is_file():
                 staging.add_file(name, path.read_bytes())
         return staging.publish(_manifest(source, options, plans, output.name))
+
+
+def _tensorrt_images(plans: list[Plan], progress: Progress) -> dict[str, bytes]:
+    """TensorRT plans by name in the engine file; TensorRT's version goes into the native plans."""
+    from builder.tensorrt.compile import compile_plans
+
+    found, built = compile_plans(plans, progress)
+    for plan in plans:
+        plan.settings["tensorrt"] = found
+    return {TENSORRT + key: data for key, data in built.items()}
 
 
 def _check_accounting(source: Source, plans: list[Plan]) -> None:

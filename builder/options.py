@@ -23,6 +23,7 @@ class BuildOptions:
     kv_tokens: tokens in the KV pool over all requests; None takes max_requests x max_context, at most 262,144.
     mla_norm_eps: eps of q_a_layernorm and kv_a_layernorm. The Kimi reference code and transformers leave it at 1e-6
     whatever rms_norm_eps says; vLLM and SGLang use rms_norm_eps (1e-5). Default: the reference's 1e-6.
+    tensorrt: also build TensorRT plans of every phase, beside the native ones.
     draft_rope_amplitude: factor on the drafter's cos and sin. None takes the drafter's own `attention_factor`, else
     0.1 ln(factor) + 1, the value with which the public Kimi drafters were found to be accepted most.
     """
@@ -40,6 +41,7 @@ class BuildOptions:
     mla_norm_eps: float = 1e-6
     draft_rope_amplitude: float | None = None
     splat: bool = False
+    tensorrt: bool = False
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from engine_runtime.runtime import Runtime
 
     quiet = args.json == "-"
-    with Runtime.open(args.artifact, threads=args.threads) as runtime:
+    with Runtime.open(args.artifact, threads=args.threads, tensorrt=args.tensorrt) as runtime:
         params = SamplingParams(max_tokens=args.max_tokens)
         _run_one(runtime, prompts[0], SamplingParams(max_tokens=2), PLAIN)  # warms up
         costs = runtime.measure_costs().to_json() if AUTO in modes else None

@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (generate, bench):
         command.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads a rank (default 1)")
+        command.add_argument("--tensorrt", action="store_true", help="run the engine's TensorRT plans")
     return parser
 
 

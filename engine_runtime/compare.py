@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine_runtime.executor.cuda import BoundStep, CudaExecutor
-from engine_runtime.executor.null import pair
-from plugins.core.plan import Arg, Step
+from plugins.core.plan import Arg, Step, pair
 from plugins.core.plugin import Runner, get_plugin
 from plugins.core.spec import bf16_to_f32
 

@@ -18,6 +18,7 @@ from plugins.core.engine_file import (
     ENGINE_FORMAT,
     RANK_FILE,
     SCHEMA_VERSION,
+    TENSORRT,
     WEIGHTS_FORMAT,
     EngineError,
     Manifest,
@@ -57,9 +58,10 @@ class WeightsFile:
 class Engine:
     """One rank of an engine, checked.
 
-    weights: name -> read-only view of the file in upload order, in the storage dtype of
-    `plugins.core.spec.DTYPES` (bfloat16 as uint16); empty in a "splat" engine, whose weights are synthetic, and where
-    `weights_file` is to be read instead. cubins: kernel image by name.
+    weights: name -> read-only view of the file in upload order, in the storage dtype of `plugins.core.spec.DTYPES`
+    (bfloat16 as uint16); empty in a "splat" engine, whose weights are synthetic, and where `weights_file` is to be
+    read instead. cubins: kernel image by name. tensorrt: TensorRT plan by phase, where the engine was built with
+    them.
     """
 
     manifest: Manifest
@@ -67,6 +69,7 @@ class Engine:
     weights: dict[str, np.ndarray]
     weights_file: WeightsFile | None
     cubins: dict[str, bytes]
+    tensorrt: dict[str, bytes]
     path: Path
     rank: int
 
@@ -103,7 +106,7 @@ def load_engine(
     for name, record in manifest.files.items():
         if not RANK_FILE.fullmatch(name) and verify == "digest":
             check(name, _map(base / name) if record.bytes else b"")
-    plan, cubins = _load_plan(base, manifest, rank, check, again)
+    plan, images = _load_plan(base, manifest, rank, check, again)
     weights: dict[str, np.ndarray] = {}
     weights_file = None
     if manifest.weights == "packed":
@@ -114,7 +117,9 @@ def load_engine(
             name = weights_name(rank)
             digest = manifest.files[name].blake3 if verify == "digest" else None
             weights_file = WeightsFile(base / name, container.tensors, container.size, digest, again)
-    return Engine(manifest, plan, weights, weights_file, cubins, base, rank)
+    cubins = {key: image for key, image in images.items() if not key.startswith(TENSORRT)}
+    plans = {key.removeprefix(TENSORRT): image for key, image in images.items() if key.startswith(TENSORRT)}
+    return Engine(manifest, plan, weights, weights_file, cubins, plans, base, rank)
 
 
 def _digest_check(

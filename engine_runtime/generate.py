@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     from engine_runtime.runtime import Runtime
 
-    with Runtime.open(args.artifact, threads=args.threads, profile=args.stats) as runtime:
+    with Runtime.open(args.artifact, threads=args.threads, profile=args.stats, tensorrt=args.tensorrt) as runtime:
         printer = _Printer(tokenizer, silent=args.json)
         try:
             result = run_request(runtime, prompt, params, speculation, printer.push)

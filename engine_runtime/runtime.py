@@ -45,6 +45,7 @@ class RankOptions:
     costs: CostTable | None
     calibrate: bool
     profile: bool
+    tensorrt: bool
 
 
 def open_cpu_rank(
@@ -76,7 +77,15 @@ def open_cuda_rank(
     try:
         nccl = Nccl(at.rank, at.world, Path(at.store), device, at.timeout) if at.world > 1 else None
         weights = weight_source(engine)
-        return CudaExecutor(engine.plan, engine.cubins, weights, device, nccl, lambda done, _: progress(done)), None
+
+        def report(done: float, what: str) -> None:
+            progress(done)
+
+        if options.tensorrt:
+            from engine_runtime.executor.tensorrt import TensorRtExecutor, check_tensorrt
+
+            return TensorRtExecutor(engine, check_tensorrt(engine), weights, device, nccl, report), None
+        return CudaExecutor(engine.plan, engine.cubins, weights, device, nccl, report), None
     except BaseException:
         device.close()
         raise
@@ -88,6 +97,8 @@ class RankRuntime:
     def __init__(
         self, at: Rendezvous, options: RankOptions, progress: Callable[[float], None] = lambda fraction: None
     ) -> None:
+        if options.tensorrt and options.arch == "cpu":
+            raise EngineError(f"{options.path}: built for the CPU: TensorRT plans exist for sm_120a alone")
         opened = open_cpu_rank if options.arch == "cpu" else open_cuda_rank
         self.executor, self.plugin_seconds = opened(at, options, progress)
         grammars = Grammars(lambda: Tokenizer.load(options.path))
@@ -136,6 +147,7 @@ class Runtime:
         costs: CostTable | None = None,
         calibrate: bool = False,
         profile: bool = False,
+        tensorrt: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
         progress: Callable[[float], None] | None = None,
     ) -> Runtime:
@@ -144,9 +156,9 @@ class Runtime:
         tp: ranks, if the caller insists on a number (the engine's own is used). threads: of each CPU rank; the
         operators of a small model are too short to share. verify: "digest" or "size", see `load_engine`.
         costs: step times for the cost rule. calibrate: see `Decoder`. profile: add up seconds by plugin
-        (`plugin_seconds`). timeout: seconds after which a silent rank is given up. progress: called while the
-        engine is checked, with the fraction of rank 0's bytes that have been read. Raises `EngineError` for an
-        engine that cannot be used, `RankError` where a rank fails.
+        (`plugin_seconds`). tensorrt: run the TensorRT plans of the engine. timeout: seconds after which a silent
+        rank is given up. progress: called while the engine is checked, with the fraction of rank 0's bytes that have
+        been read. Raises `EngineError` for an engine that cannot be used, `RankError` where a rank fails.
         """
         manifest = read_manifest(directory)
         if tp is not None and tp != manifest.tp:
@@ -154,7 +166,7 @@ class Runtime:
                 f"{directory}: built for {manifest.tp} ranks, started with {tp}: "
                 f"rebuild with `python build.py CHECKPOINT -o {directory} --tp {tp}`"
             )
-        options = RankOptions(str(directory), manifest.arch, threads, verify, costs, calibrate, profile)
+        options = RankOptions(str(directory), manifest.arch, threads, verify, costs, calibrate, profile, tensorrt)
         local = {} if progress is None else {"progress": progress}
         group = RankGroup(manifest.tp, RankRuntime, (options,), timeout, local)
         return Runtime(manifest, group)

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_runtime.executor.null import pair
-from plugins.core.plan import Arg, Phase, Plan, Step
+from plugins.core.plan import Arg, Phase, Plan, Step, pair
 from plugins.core.plugin import Communicator, Plugin, PluginError, Runner, get_plugin
 from plugins.core.spec import TensorSpec
 from plugins.core.splat import splat

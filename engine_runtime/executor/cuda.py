@@ -6,7 +6,7 @@ is then one copy of what the host has written, and one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,10 @@ import numpy as np
 from engine_runtime.executor.collectives import Collectives, SingleRank
 from engine_runtime.executor.device import Device, device_arch
 from engine_runtime.executor.mirror import Mirror
-from engine_runtime.executor.null import pair
 from engine_runtime.executor.weights import WeightSource
 from plugins.core.engine_file import EngineError
 from plugins.core.kernel import CudaError
-from plugins.core.plan import Arg, Phase, Plan, Step
+from plugins.core.plan import Arg, Phase, Plan, Step, pair
 from plugins.core.plugin import Launch, get_plugin
 from plugins.core.spec import DTYPES, TensorSpec
 from plugins.core.state import Limits, host_buffers
@@ -62,8 +61,8 @@ class CudaExecutor:
             raise EngineError(f"plan for {plan.tp} ranks: {self._collectives.world} are connected")
         host = host_buffers(Limits(**plan.settings["limits"]))
         self._check_room(weights)
-        self._arena = device.allocate(plan.arena_bytes)
-        device.fill(self._arena, 0, plan.arena_bytes)
+        self._arena = device.allocate(self._arena_bytes())
+        device.fill(self._arena, 0, self._arena_bytes())
         self._mirror = Mirror(
             device,
             {name: spec for name, spec in plan.buffers.items() if name in host},
@@ -79,6 +78,7 @@ class CudaExecutor:
         for index, (key, phase) in enumerate(plan.phases.items()):
             progress(0.8 + 0.2 * index / len(plan.phases), f"capturing {key}")
             self._phases[key] = tuple(self._bind(step, cubins) for step in phase.steps)
+            self._prepare(key)
             self._graphs[key] = device.capture(lambda key=key: self._enqueue_phase(key))  # type: ignore[misc]
         progress(1.0, "ready")
 
@@ -142,7 +142,7 @@ class CudaExecutor:
     def poison(self, phase: str) -> None:
         """Fill the arena and the large buffers that `phase` overwrites as a whole with NaN (integers: -1), for
         tests."""
-        self.device.fill(self._arena, _POISON, self.plan.arena_bytes)
+        self.device.fill(self._arena, _POISON, self._arena_bytes())
         for step in self.plan.phases[phase].steps:
             for arg in step.outputs:
                 if arg.kind == "buffer" and arg.name in self._large and arg.spec is not None:
@@ -180,6 +180,12 @@ class CudaExecutor:
 
     # ---- load ----
 
+    def _arena_bytes(self) -> int:
+        return self.plan.arena_bytes
+
+    def _prepare(self, key: str) -> None:
+        """What must happen before the phase `key` is captured."""
+
     def _check_room(self, weights: WeightSource) -> None:
         """Refuse an engine that the device's memory cannot hold, with the numbers, before anything is allocated."""
         plan = self.plan
@@ -189,7 +195,7 @@ class CudaExecutor:
             "weights": weights.nbytes,
             "KV": kv,
             "other buffers": plan.buffer_bytes() - kv,
-            "arena": plan.arena_bytes,
+            "arena": self._arena_bytes(),
             "graphs (estimated)": launches * GRAPH_BYTES,
         }
         free, total = self.device.memory()
@@ -211,11 +217,13 @@ class CudaExecutor:
                 if launch.image not in cubins:
                     raise EngineError(f"step {step.node}: the engine file lacks the kernel {launch.image}: rebuild it")
                 self._kernels[launch] = self.device.kernel(launch, cubins[launch.image])
-        kernels = tuple(self._kernels[launch] for launch in step.launches)
-        addresses = [self._address(arg) for arg in operands]
+        return self._bound(step, [self._address(arg) for arg in operands])
+
+    def _bound(self, step: Step, addresses: Sequence[int]) -> BoundStep:
+        """`step` on operands (inputs, outputs, workspace) at `addresses`; its kernels are loaded."""
         if self._in_place(step):
-            addresses[-1] = addresses[0]
-        return BoundStep(step, tuple(addresses), kernels)
+            addresses = (*addresses[:-1], addresses[0])
+        return BoundStep(step, tuple(addresses), tuple(self._kernels[launch] for launch in step.launches))
 
     def _in_place(self, step: Step) -> bool:
         return step.tactic == "nccl" and step.plugin in self._collectives.in_place

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plugins.core.plan import ARENA_ALIGNMENT, NO_ARG, Arg, Phase, Plan, Step
+from plugins.core.plan import ARENA_ALIGNMENT, Arg, Phase, Plan, Step, pair
 from plugins.core.plugin import ATTR_KINDS, Plugin, PluginError, get_plugin
 from plugins.core.spec import DTYPES, TensorSpec
 
@@ -115,12 +115,6 @@ class _CachedInfer:
         if key not in self.known:
             self.known[key] = plugin.infer(step.attrs, specs)
         return self.known[key]
-
-
-def pair(names: Sequence[str], args: Sequence[Arg]) -> list[tuple[str, Arg]]:
-    """Operand names with their addresses; optional ones at the end may be missing from `args`."""
-    padded = [*args, *[NO_ARG] * (len(names) - len(args))]
-    return [(name.removesuffix("?"), arg) for name, arg in zip(names, padded, strict=True)]
 
 
 def _check_phase(plan: Plan, phase: Phase, infer: Infer) -> PhaseReport:

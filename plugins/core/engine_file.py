@@ -27,6 +27,7 @@ MAX_MANIFEST = 16 << 20
 MANIFEST_NAME = "engine.json"
 ENGINE_FORMAT = "k2-engine"
 WEIGHTS_FORMAT = "k2-weights"
+TENSORRT = "tensorrt:"  # begins the names of TensorRT plans among the images of rankR.engine; the phase follows
 RANK_FILE = re.compile(r"rank(0|[1-9]\d*)\.(engine|weights)")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -6,6 +6,7 @@ arena, a weight, a persistent buffer, or absent. At run time no shape is compute
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,6 +43,12 @@ class Arg:
 
 
 NO_ARG = Arg("none")
+
+
+def pair(names: Sequence[str], args: Sequence[Arg]) -> list[tuple[str, Arg]]:
+    """Operand names with their addresses; optional ones at the end may be missing from `args`."""
+    padded = [*args, *[NO_ARG] * (len(names) - len(args))]
+    return [(name.removesuffix("?"), arg) for name, arg in zip(names, padded, strict=True)]
 
 
 @dataclass(frozen=True)

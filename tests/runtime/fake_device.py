@@ -9,6 +9,7 @@ import ctypes
 import json
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,8 @@ import torch
 from engine_runtime.executor.collectives import Collectives
 from engine_runtime.executor.cpu import SingleRank as NoTransport
 from engine_runtime.executor.cuda import BoundStep, CudaExecutor
-from engine_runtime.executor.null import pair
 from engine_runtime.executor.weights import WeightSource
-from plugins.core.plan import Arg, Plan
+from plugins.core.plan import Arg, Plan, pair
 from plugins.core.plugin import Runner, get_plugin
 from plugins.core.torch_dtypes import TORCH_DTYPES
 
@@ -118,15 +118,15 @@ class FakeDevice:
         self._blocks.clear()
 
 
-class ReferenceExecutor(CudaExecutor):
-    """The CUDA executor, with every step's reference in place of its kernels."""
+class ReferenceSteps:
+    """What makes an executor run every step's reference in place of its kernels."""
 
-    def __init__(
-        self, plan: Plan, weights: WeightSource, device: FakeDevice, collectives: Collectives | None = None
-    ) -> None:
+    plan: Plan
+    fake: FakeDevice
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._plugin_runners: dict[tuple[str, str], Runner] = {}
-        self.fake = device
-        super().__init__(plan, {}, weights, device, collectives)  # type: ignore[arg-type]
+        super().__init__(*args, **kwargs)
 
     def _enqueue(self, bound: BoundStep) -> None:
         step = bound.step
@@ -156,6 +156,16 @@ class ReferenceExecutor(CudaExecutor):
                     target.copy_(result)
 
         self.fake.do(work)
+
+
+class ReferenceExecutor(ReferenceSteps, CudaExecutor):
+    """The CUDA executor on references."""
+
+    def __init__(
+        self, plan: Plan, weights: WeightSource, device: FakeDevice, collectives: Collectives | None = None
+    ) -> None:
+        self.fake = device
+        super().__init__(plan, {}, weights, device, collectives)
 
 
 def tensor(arg: Arg, address: int) -> torch.Tensor | None:

@@ -1,0 +1,1 @@
+"""TensorRT as a second consumer of the plan: see docs/tensorrt.md."""
