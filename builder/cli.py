@@ -86,9 +86,13 @@ def _inspect(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     from builder.describe import describe, load_plans
     from builder.report import write_html
+    from builder.tensorrt.report import side_by_side, tensorrt_plans
 
     plans = load_plans(args.artifact)
     print(describe(plans, phase=args.phase))
+    built = tensorrt_plans(args.artifact)
+    if built:
+        print(f"\n{side_by_side(plans[0], built)}")
     if args.html is not None:
         write_html(plans, args.html)
         print(f"\nwrote {args.html}")

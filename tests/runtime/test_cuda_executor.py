@@ -15,6 +15,7 @@ from engine_runtime.engine import EngineError, load_engine
 from engine_runtime.executor import Executor
 from engine_runtime.executor.collectives import StandIn
 from engine_runtime.executor.cpu import CpuExecutor
+from engine_runtime.executor.cuda import open_device
 from engine_runtime.executor.device import Device
 from engine_runtime.executor.mirror import Mirror
 from engine_runtime.executor.weights import FileWeights, weight_source
@@ -90,6 +91,14 @@ def test_an_engine_that_does_not_fit_is_refused_with_the_numbers(engine_path: Pa
         EngineError, match=r"needs 0\.\d\d GB \(weights 0\.\d\d, KV 0\.\d\d, .*0\.00 of 0\.00 GB are free"
     ):
         open_fake(engine_path, room=1000)
+
+
+def test_an_engine_for_another_gpu_is_refused(engine_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what refuses TensorRT plans on an H200: they are for sm_120a alone."""
+    plan = replace(load_engine(engine_path, 0).plan, arch="sm_120a")
+    monkeypatch.setattr("engine_runtime.executor.cuda.device_arch", lambda ordinal: "sm_90a")
+    with pytest.raises(EngineError, match="built for sm_120a, device 0 is sm_90a: rebuild with `again`"):
+        open_device(plan, 0, "again")
 
 
 def test_large_buffers_are_read_and_written_by_rows(engine_path: Path) -> None:
