@@ -5,8 +5,8 @@
 
 The other ranks do not exist: sums over ranks are this rank's part, and the figures leave out what the links between
 GPUs take. Token rows are random ids of this rank's part of the vocabulary (others would be zeros, and share their
-experts). Rooflines are the bytes of every step (builder/roofline.py: uniform routing) and of one request's KV, over
-the read rate of the same run.
+experts). Rooflines are the bytes of every step (builder/roofline.py), with the experts that the pass really routed to,
+and of one request's KV, over the read rate of the same run. bench/pass_model.py turns the result into a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import datetime
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,21 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from builder.roofline import SM90, step_cost  # noqa: E402
 from engine_runtime.executor.collectives import StandIn  # noqa: E402
 from engine_runtime.executor.cuda import CudaExecutor  # noqa: E402
 from engine_runtime.executor.device import Device  # noqa: E402
 from engine_runtime.executor.weights import SplatWeights  # noqa: E402
 from engine_runtime.step_costs import fill  # noqa: E402
 from plugins.core.container import decode_header, map_file  # noqa: E402
-from plugins.core.plan import Plan  # noqa: E402
+from plugins.core.plan import Phase, Plan, Step  # noqa: E402
 from plugins.core.state import Limits  # noqa: E402
 
 TP, LAYERS = 8, 61
 KV_BYTES = 1152  # of a position and layer
 CONTEXTS = (4096, 32_768, 131_072)
+PREFILL = (0, 32_768)  # contexts of the prefill passes
+PROFILED = (1, 2, 8, 32, 128)  # rows of the verify passes that are also timed step by step
 
 
 def build(path: Path, arch: str) -> None:
@@ -49,7 +51,7 @@ def build(path: Path, arch: str) -> None:
     from tests.full_size import k26_config, k26_draft_config
 
     config, draft = k26_config(), k26_draft_config()
-    options = BuildOptions(tp=TP, arch=arch, splat=True, max_requests=4, prefill_chunk=128, kv_tokens=262_144)
+    options = BuildOptions(tp=TP, arch=arch, splat=True, max_requests=4, kv_tokens=262_144)
     passes, recipes = export_passes(config, draft, options, progress=print)
     graphs = [(one.name, one.bucket, from_onnx(one.model)) for one in passes]
     plan = plan_rank(graphs, recipes, config, draft, options, 0)
@@ -57,6 +59,35 @@ def build(path: Path, arch: str) -> None:
     with Staging(path.parent / f"{path.name}.parts") as staging:
         staging.add_engines([plan], SPLAT, images)
         (staging.directory / "rank0.engine").replace(path)
+
+
+def verify_row(executor: CudaExecutor, limits: Limits, rows: int, context: int, read: float) -> dict[str, Any]:
+    """One bucket at one context; `read` in TB/s."""
+    phase = f"verify[{rows}]"
+    set_up(executor, limits, rows, context)
+    experts = float(np.mean(routed_experts(executor, phase)))
+    set_up(executor, limits, rows, context)
+    ms = 1e3 * timed(executor, phase)
+    costs = cost_by_plugin(executor.plan.phases[phase], context, experts)
+    roofline = sum(cost["nbytes"] for cost in costs.values()) / read / 1e9
+    row = {
+        "T": rows,
+        "context": context,
+        "experts": experts,
+        "ms": ms,
+        "roofline_ms": roofline,
+        "launches_per_layer": executor.launches(phase) / LAYERS,
+        "costs": costs,
+    }
+    if rows in PROFILED:
+        set_up(executor, limits, rows, context)
+        row["by_plugin"] = by_plugin(executor, phase)
+    print(
+        f"T {rows:4d} context {context:7d} experts {experts:5.1f} {ms:7.3f} ms, roofline {roofline:7.3f}, "
+        f"{ms / roofline:5.2f} x",
+        flush=True,
+    )
+    return row
 
 
 def load(path: Path) -> tuple[Plan, dict[str, bytes]]:
@@ -71,6 +102,63 @@ def set_up(executor: CudaExecutor, limits: Limits, rows: int, context: int) -> N
     fill(executor, limits, rows, context)
     held = executor.plan.buffers["logits"].shape[1] // TP
     executor.write("tokens", np.random.default_rng(rows).integers(0, held, rows), slice(0, rows))
+
+
+def set_up_prefill(executor: CudaExecutor, limits: Limits, rows: int, context: int) -> None:
+    """A chunk of `rows` tokens of the first request after `context`."""
+    set_up(executor, limits, 1, context)
+    address = context + np.arange(rows)
+    table = executor.read("block_table", 0).copy()
+    whole = slice(0, rows)
+    held = executor.plan.buffers["logits"].shape[1] // TP
+    executor.write("tokens", np.random.default_rng(rows).integers(0, held, rows), whole)
+    executor.write("positions", address, whole)
+    executor.write("row_request", 0, whole)
+    executor.write(
+        "row_slot", table[address // limits.page_size] * limits.page_size + address % limits.page_size, whole
+    )
+    executor.write("request_rows", 0)
+    executor.write("request_rows", rows, 0)
+    executor.write("last_row", rows - 1)
+    executor.write("last_position", context + rows - 1)
+    executor.write("last_request", 0)
+
+
+def routed_experts(executor: CudaExecutor, phase: str) -> list[int]:
+    """Distinct experts that each layer of a pass routes to."""
+    counts = []
+    for bound in executor.start_steps(phase):
+        executor.start_step(bound)
+        if bound.step.plugin == "moe_route":
+            chosen = executor.operand(bound.step.outputs[3])
+            counts.append(len(np.unique(chosen[chosen >= 0])))
+    executor.end_steps(phase)
+    return counts
+
+
+def cost_by_plugin(phase: Phase, context: int, experts: float) -> dict[str, dict[str, float]]:
+    """Bytes and FLOP of a pass of one request by plugin (names as in `by_plugin`), `experts` distinct ones a layer;
+    `uniform_nbytes`: with as many as uniform routing takes.
+    """
+    table: dict[str, dict[str, float]] = {}
+    for step in phase.steps:
+        cost = step_cost(step, 0, SM90)
+        nbytes = uniform_nbytes = float(cost.nbytes)
+        if step.plugin == "int4_marlin_gemm":
+            weight, routes = step.inputs[1].spec, step.inputs[3].spec
+            assert weight is not None and routes is not None
+            count = weight.shape[0]
+            uniform = count * (1 - (1 - step.attrs["top_k"] / count) ** (routes.numel / step.attrs["top_k"]))
+            nbytes += weight.nbytes / count * (experts - uniform)
+        if step.plugin == "mla_attention":
+            nbytes += context * KV_BYTES
+            uniform_nbytes = nbytes
+        row = table.setdefault(name_of(step), {"steps": 0, "nbytes": 0.0, "uniform_nbytes": 0.0, "flops": 0.0})
+        row["steps"] += 1
+        row["nbytes"] += nbytes
+        row["uniform_nbytes"] += uniform_nbytes
+        row["flops"] += cost.flops
+    return table
 
 
 def timed(executor: CudaExecutor, phase: str, repeats: int = 7) -> float:
@@ -90,14 +178,19 @@ def by_plugin(executor: CudaExecutor, phase: str) -> dict[str, dict[str, float]]
     """Milliseconds and steps by plugin, and stage or form where it has one."""
     table: dict[str, dict[str, float]] = {}
     steps = executor.plan.phases[phase].steps
-    for step, (_, plugin, seconds) in zip(steps, executor.profile(phase), strict=True):
-        kind = step.attrs.get("stage") or step.attrs.get("form")
-        weight = next((arg.spec for arg in step.inputs if arg.kind == "weight" and plugin == "dense_gemm"), None)
-        name = plugin if kind is None and weight is None else f"{plugin} {kind or 'x'.join(map(str, weight.shape))}"
-        row = table.setdefault(name, {"steps": 0, "ms": 0.0})
+    for step, (_, _, seconds) in zip(steps, executor.profile(phase), strict=True):
+        row = table.setdefault(name_of(step), {"steps": 0, "ms": 0.0})
         row["steps"] += 1
         row["ms"] += 1e3 * seconds
     return table
+
+
+def name_of(step: Step) -> str:
+    """A plugin, with its stage or form, or with the shape of its matrix."""
+    kind = step.attrs.get("stage") or step.attrs.get("form")
+    if kind is None and step.plugin == "dense_gemm" and step.inputs[1].spec is not None:
+        kind = "x".join(map(str, step.inputs[1].spec.shape))
+    return step.plugin if kind is None else f"{step.plugin} {kind}"
 
 
 def steps(executor: CudaExecutor, limits: Limits, nodes: int, context: int, count: int = 30) -> dict[str, float]:
@@ -138,10 +231,10 @@ def steps(executor: CudaExecutor, limits: Limits, nodes: int, context: int, coun
 def run(path: Path, commit: str) -> dict[str, Any]:
     import torch
 
+    from bench.mla import mma_rate
     from bench.moe import ceilings
-    from builder.roofline import SM90, phase_cost
 
-    found = ceilings()
+    found, rate = ceilings(), mma_rate()
     torch.cuda.empty_cache()
     plan, cubins = load(path)
     start = time.perf_counter()
@@ -152,32 +245,28 @@ def run(path: Path, commit: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "commit": commit,
         **found,
+        "mma_TFLOPs": rate,
         "load_s": time.perf_counter() - start,
         "memory_GB": (lambda free, total: (total - free) / 1e9)(*executor.device.memory()),
         "collectives": "left out: sums over ranks are this rank's part",
         "rows": [],
+        "prefill": [],
     }
     limits = Limits(**plan.settings["limits"])
-    hardware = replace(SM90, bandwidth=found["read_TBps"] * 1e12)
     for context in CONTEXTS:
         for rows in plan.buckets("verify"):
-            phase = f"verify[{rows}]"
-            set_up(executor, limits, rows, context)
-            ms = 1e3 * timed(executor, phase)
-            moved = phase_cost(plan.phases[phase], 0, hardware).total.nbytes + LAYERS * context * KV_BYTES
-            roofline = 1e3 * moved / hardware.bandwidth
-            launches = executor.launches(phase) / LAYERS
-            result["rows"].append(
-                {"T": rows, "context": context, "ms": ms, "roofline_ms": roofline, "launches_per_layer": launches}
-            )
-            print(
-                f"T {rows:4d} context {context:7d} {ms:7.3f} ms, roofline {roofline:7.3f}, {ms / roofline:5.2f} x",
-                flush=True,
-            )
-    result["by_plugin"] = {}
-    for rows in (1, 8, 32):
-        set_up(executor, limits, rows, CONTEXTS[0])
-        result["by_plugin"][f"verify[{rows}]"] = by_plugin(executor, f"verify[{rows}]")
+            result["rows"].append(verify_row(executor, limits, rows, context, found["read_TBps"]))
+    for context in PREFILL:
+        for rows in plan.buckets("prefill"):
+            set_up_prefill(executor, limits, rows, context)
+            seconds = timed(executor, f"prefill[{rows}]", 2)
+            result["prefill"].append({"T": rows, "context": context, "ms": 1e3 * seconds, "tokens_s": rows / seconds})
+            print(f"prefill {rows:5d} context {context:7d} {1e3 * seconds:8.1f} ms {rows / seconds:8.0f} tokens/s")
+    result["by_plugin"] = {
+        f"verify[{row['T']}]": row["by_plugin"]
+        for row in result["rows"]
+        if "by_plugin" in row and row["context"] == CONTEXTS[0]
+    }
     set_up(executor, limits, 4, CONTEXTS[0])
     result["by_plugin"]["draft[1]"] = by_plugin(executor, "draft[1]")
     result["steps"] = [steps(executor, limits, nodes, CONTEXTS[0]) for nodes in (7, 31, 63)]

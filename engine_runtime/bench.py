@@ -18,6 +18,7 @@ from engine_runtime.budget import PLAIN, Speculation
 from engine_runtime.cli import CommandError
 from engine_runtime.doctor import cpu_model, usable_cores
 from engine_runtime.measure import Measured, rate, run_request
+from engine_runtime.profile import picture, report
 from engine_runtime.prompts import DEFAULT_PROMPTS, read_prompt_file
 from engine_runtime.sampling import SamplingParams
 from engine_runtime.tokenizer import Tokenizer
@@ -73,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
             results.append(result)
             if not quiet:
                 print(_line(result), flush=True)
-    report = {
+        if args.profile is not None:
+            _profile(runtime, args)
+    result_file = {
         "schema": SCHEMA,
         "engine": {"path": args.artifact, "name": manifest.name, "arch": manifest.arch, "tp": manifest.tp},
         "checkpoint_fingerprint": manifest.checkpoint_fingerprint,
@@ -87,13 +90,27 @@ def run(args: argparse.Namespace) -> int:
         "results": results,
     }
     if quiet:
-        print(json.dumps(report, indent=1))
+        print(json.dumps(result_file, indent=1))
     elif args.json:
-        try:
-            Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"--json {args.json}: cannot be written: {error.strerror}") from None
+        _write("--json", args.json, json.dumps(result_file, indent=1) + "\n")
     return 0
+
+
+def _profile(runtime: Runtime, args: argparse.Namespace) -> None:
+    try:
+        steps = runtime.profile(args.profile, args.context)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    print(f"\n{report(args.profile, args.context, steps)}", file=sys.stderr if args.json == "-" else sys.stdout)
+    if args.picture is not None:
+        _write("--picture", args.picture, picture(args.profile, args.context, steps))
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{option} {path}: cannot be written: {error.strerror}") from None
 
 
 def _modes(budgets: str) -> list[Speculation]:

@@ -67,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--requests", type=int, default=12, metavar="N", help="prompts, default %(default)s")
     bench.add_argument("--max-tokens", type=int, default=64, metavar="N", help="for each, default %(default)s")
     bench.add_argument("--budgets", default="0,4,8,16,auto", metavar="N,N,..", help="default %(default)s; 0 is plain")
+    bench.add_argument(
+        "--profile", metavar="PHASE", help="then times of a pass by operator and layer, e.g. 'verify[8]'"
+    )
+    bench.add_argument("--context", type=int, default=0, metavar="N", help="tokens before the profiled pass, default 0")
+    bench.add_argument("--picture", metavar="FILE", help="write the profile as an SVG picture")
     bench.add_argument("--json", metavar="FILE", help="write the results there as well, - for stdout only")
 
     compare = commands.add_parser("compare", help="every step of a GPU engine against its operator's reference")

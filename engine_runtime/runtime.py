@@ -14,10 +14,10 @@ import numpy as np
 from engine_runtime.budget import CostTable
 from engine_runtime.decoder import Decoder, Event
 from engine_runtime.engine import EngineError, load_engine
-from engine_runtime.executor import Executor
 from engine_runtime.generation import GenerationRequest, Output
 from engine_runtime.grammar import Grammars
 from engine_runtime.prefix_cache import PrefixMatch
+from engine_runtime.profile import Profiled, StepTime, profile
 from engine_runtime.ranks import DEFAULT_TIMEOUT, RankGroup, Rendezvous
 from engine_runtime.scheduler import PrefillScheduler
 from engine_runtime.stats import DecodeStats, EngineStatus, TimeSplit
@@ -50,7 +50,7 @@ class RankOptions:
 
 def open_cpu_rank(
     at: Rendezvous, options: RankOptions, progress: Callable[[float], None]
-) -> tuple[Executor, dict[str, float] | None]:
+) -> tuple[Profiled, dict[str, float] | None]:
     """Executor of one rank on the CPU, and its seconds by plugin where the options ask for them."""
     import torch
 
@@ -66,7 +66,7 @@ def open_cpu_rank(
 
 def open_cuda_rank(
     at: Rendezvous, options: RankOptions, progress: Callable[[float], None]
-) -> tuple[Executor, dict[str, float] | None]:
+) -> tuple[Profiled, dict[str, float] | None]:
     """Executor of one rank on the GPU with the rank's number; times by plugin come from `CudaExecutor.profile`."""
     from engine_runtime.executor.collectives import Nccl
     from engine_runtime.executor.cuda import CudaExecutor, open_device
@@ -122,6 +122,10 @@ class RankRuntime:
 
     def use_costs(self, costs: CostTable | None) -> None:
         self.decoder.use_costs(costs)
+
+    def read_profile(self, phase: str, context: int) -> list[StepTime]:
+        self.decoder.clear_cache()
+        return profile(self.executor, phase, context)
 
     def read_buffer(self, name: str) -> np.ndarray:
         """A copy of the persistent buffer `name`."""
@@ -213,6 +217,16 @@ class Runtime:
         costs: CostTable = self._group.call("measure_costs")
         self._group.call_checked("use_costs", costs)  # all ranks decide by the times of rank 0
         return costs
+
+    def profile(self, phase: str, context: int) -> list[StepTime]:
+        """Times of the steps of a verify pass on rank 0; see `engine_runtime.profile.profile`.
+
+        Raises ValueError also while requests are running.
+        """
+        if self.busy:
+            raise ValueError("a pass can only be profiled while no request is running")
+        steps: list[StepTime] = self._group.call("read_profile", phase, context)
+        return steps
 
     def read_buffer(self, name: str) -> list[np.ndarray]:
         """Copies of the persistent buffer `name` of every rank, in rank order (bfloat16 as uint16)."""

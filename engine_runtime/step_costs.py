@@ -43,8 +43,7 @@ def measure_costs(executor: Executor, contexts: Sequence[int] | None = None) -> 
         appended = next(a for a in executor.plan.buckets("append") if a >= blocks * limits.path_length)
         phases = (f"draft[{blocks}]", f"append[{appended}]")
         draft[blocks] = sum(_fastest(executor, limits, blocks, max(contexts), phase) for phase in phases)
-    for name in ("active", "request_rows", "context_len", "block_table"):
-        executor.write(name, 0)
+    idle(executor)
     return CostTable(buckets, tuple(contexts), tuple(verify), draft)
 
 
@@ -58,6 +57,12 @@ def _fastest(executor: Executor, limits: Limits, rows: int, context: int, phase:
         executor.synchronize()
         times.append(time.perf_counter() - start)
     return min(times[1:])
+
+
+def idle(executor: Executor) -> None:
+    """Undo `fill`: no request is active."""
+    for name in ("active", "request_rows", "context_len", "block_table"):
+        executor.write(name, 0)
 
 
 def fill(executor: Executor, limits: Limits, rows: int, context: int) -> None:

@@ -128,7 +128,7 @@ def test_generate_prints_the_text_alone(artifact, fake, capsys):
     assert prompt == Tokenizer.load(artifact).encode("hi <|im_end|>")  # what a user types stays text
     assert (params.temperature, params.max_tokens, params.stop_ids) == (0.0, 256, None)
     assert speculation == Speculation("tree", None)
-    assert fake.options == {"threads": 3, "profile": False} and fake.closed
+    assert fake.options == {"threads": 3, "profile": False, "tensorrt": False} and fake.closed
 
 
 def test_generate_prints_whole_characters_as_they_come(artifact, fake, monkeypatch):
