@@ -59,6 +59,7 @@ class CudaExecutor:
         self._collectives = SingleRank() if collectives is None else collectives
         if self._collectives.world != plan.tp:
             raise EngineError(f"plan for {plan.tp} ranks: {self._collectives.world} are connected")
+        self._event = device.event()
         host = host_buffers(Limits(**plan.settings["limits"]))
         self._check_room(weights)
         self._arena = device.allocate(self._arena_bytes())
@@ -112,9 +113,8 @@ class CudaExecutor:
 
     def synchronize(self) -> None:
         """Wait for all passes that were started."""
-        event = self.device.event()
-        self.device.record(event)
-        self.device.wait(event)
+        self.device.record(self._event)
+        self.device.wait(self._event)
 
     def profile(self, phase: str, repeats: int = 5) -> list[tuple[str, str, float]]:
         """(node, plugin, seconds) of every step of `phase`: medians over replays of a graph with a time stamp after

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from engine_runtime.executor.mirror import Mirror
 from engine_runtime.executor.weights import FileWeights, weight_source
 from engine_runtime.generation import GenerationRequest
 from engine_runtime.sampling import SamplingParams
+from plugins.core.kernel import CudaError
 from plugins.core.spec import TensorSpec
 from tests.runtime.fake_device import FakeDevice, ReferenceExecutor
 
@@ -168,3 +170,39 @@ def test_a_stand_in_gathers_its_own_values() -> None:
 def test_the_fake_has_what_the_device_has() -> None:
     used = {name for name in vars(FakeDevice) if not name.startswith("_")}
     assert used - {"do", "fetched", "name", "stream"} <= set(vars(Device))
+
+
+def test_decoding_allocates_nothing(engine_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = open_fake(engine_path)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("memory, events and graphs are made at load alone")
+
+    for name in ("allocate", "pinned", "event", "capture"):
+        monkeypatch.setattr(FakeDevice, name, refuse)
+    rng = np.random.default_rng(7)
+    decoder = Decoder(executor)
+    for seed in range(12):
+        params = SamplingParams(temperature=0.5, seed=seed, max_tokens=40, stop_ids=())
+        decoder.submit(GenerationRequest(tuple(rng.integers(0, 500, 20).tolist()), params, Speculation("tree", 9)))
+    steps = 0
+    while decoder.busy:
+        decoder.step()
+        steps += 1
+    assert steps > 60 and len(executor.fake._queue) < 500
+
+
+def test_work_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine_runtime.executor import device as module
+
+    busy = (module.driver.CUresult.CUDA_ERROR_NOT_READY,)
+    monkeypatch.setattr(module, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_SPIN_SECONDS", 0.01)
+    monkeypatch.setattr(module.driver, "cuEventQuery", lambda event: busy)
+    stuck = SimpleNamespace(name="fake GPU")
+    with pytest.raises(module.DeviceTimeout, match=r"fake GPU: a pass has not ended within 0\.05 seconds"):
+        Device.wait(stuck, None)  # type: ignore[arg-type]
+    failed = (module.driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+    monkeypatch.setattr(module.driver, "cuEventQuery", lambda event: failed)
+    with pytest.raises(CudaError, match="cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        Device.wait(stuck, None)  # type: ignore[arg-type]
