@@ -11,8 +11,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void rows(
     const int* block_table, const int* tree_budget, const float* tree_cost, const float* calibration,
     const int* tree_width, int* tokens, int* positions, int* row_request, int* row_parent, int* row_slot, u32* mask,
     float* row_log_weight, int* first_row, int* request_rows, int* num_rows, const Plan* plans) {
-    __shared__ int first[REQUESTS], counts[REQUESTS], used;
-    __shared__ int owner[NODES], node_of[NODES];
+    __shared__ int first[REQUESTS], counts[REQUESTS], spine[REQUESTS], used;  // spine: nodes on it, root left out
+    __shared__ int owner[NODES], node_of[NODES], parent_of[NODES];           // of rows; parent_of: a row, or -1
     wait_for_previous_kernel();
     allow_next_kernel();
     for (int r = threadIdx.x; r < REQUESTS; r += THREADS) counts[r] = active[r] ? plans[r].count : -1;
@@ -32,36 +32,38 @@ extern "C" __global__ __launch_bounds__(THREADS) void rows(
     }
     __syncthreads();
     for (int r = threadIdx.x; r < REQUESTS; r += THREADS) {
+        const int last = counts[r];
         first_row[r] = first[r];
-        request_rows[r] = counts[r] + 1;
+        request_rows[r] = last + 1;
+        spine[r] = last > 0 ? plans[r].spine_before[last] + plans[r].on_spine[last] : 0;
     }
-    for (int r = 0; r < REQUESTS; r++) {  // where each node goes
-        if (counts[r] < 0) continue;
+    __syncthreads();
+    auto row_of = [&](int r, int n) {
         const Plan& plan = plans[r];
-        const int last = counts[r], spine = plan.spine_before[last] + (last > 0 && plan.on_spine[last]);
-        for (int n = threadIdx.x; n <= last; n += THREADS) {
-            const int after = plan.on_spine[n] ? plan.depth[n] : spine + n - plan.spine_before[n];
-            owner[first[r] + after] = r;
-            node_of[first[r] + after] = n;
-        }
+        return first[r] + (plan.on_spine[n] ? plan.depth[n] : spine[r] + n - plan.spine_before[n]);
+    };
+    for (int i = threadIdx.x; i < REQUESTS * NODES; i += THREADS) {
+        const int r = i / NODES, n = i % NODES;
+        if (n > counts[r]) continue;
+        const int row = row_of(r, n), parent = plans[r].parent[n];
+        owner[row] = r;
+        node_of[row] = n;
+        parent_of[row] = parent < 0 ? -1 : row_of(r, parent);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < used; i += THREADS) {
-        const int r = owner[i], n = node_of[i], offset = i - first[r], address = context_len[r] + offset;
+        const int r = owner[i], n = node_of[i], address = context_len[r] + i - first[r];
         const Plan& plan = plans[r];
-        const int last = counts[r], spine = plan.spine_before[last] + (last > 0 && plan.on_spine[last]);
         u32 words[WORDS] = {};
-        int parent_row = -1;
-        for (int m = n; m >= 0; m = plan.parent[m]) {
-            const int row = plan.on_spine[m] ? plan.depth[m] : spine + m - plan.spine_before[m];
-            if (m == plan.parent[n]) parent_row = first[r] + row;
+        for (int row = i; row >= 0; row = parent_of[row]) {
+            const int bit = row - first[r];
 #pragma unroll
-            for (int w = 0; w < WORDS; w++) words[w] |= row / 32 == w ? 1u << (row % 32) : 0u;
+            for (int w = 0; w < WORDS; w++) words[w] |= bit / 32 == w ? 1u << (bit % 32) : 0u;
         }
         tokens[i] = plan.token[n];
         positions[i] = context_len[r] + plan.depth[n];
         row_request[i] = r;
-        row_parent[i] = parent_row;
+        row_parent[i] = parent_of[i];
         row_slot[i] = block_table[r * PAGES + address / PAGE_SIZE] * PAGE_SIZE + address % PAGE_SIZE;
         row_log_weight[i] = (float)plan.weight[n];
 #pragma unroll

@@ -3,6 +3,7 @@
 // As plugins/ddtree_build/reference.py: candidates of all ranks merged per depth, weights in float64, nodes taken by
 // (weight descending, ranks ascending), their number by budget or by the cost rule. A frontier of one entry for each node
 // that may come next lies in shared memory; one warp takes its best, and puts the node's next sibling and first child in.
+// What that loop and the cost rule need of slow double functions is computed by many threads at once, before and after it.
 //
 // Constants: REQUESTS, BLOCKS (draft blocks; 0: roots only), DEPTH, TOP_K, WORLD ranks, NODES (most rows of a pass), COSTS
 // (entries of a cost row), PAGES, PAGE_SIZE. Work: NODES steps of some 0.2 us; bytes moved: the candidates, once.
@@ -39,26 +40,30 @@ __device__ __forceinline__ int place(const float* part, float logit, int id) {
     return low;
 }
 
-// `parts`: of all ranks, in shared memory.
-__device__ void merge(const float* parts, int depth, double factor, int width, Options& options) {
+// The logsumexp of all ranks' logits of a depth; `parts`: of all ranks, in shared memory.
+__device__ double total_of(const float* parts) {
     double total = parts[PART - 1];
     for (int r = 1; r < WORLD; r++) {  // logaddexp in rank order
         const double next = parts[r * PART + PART - 1], most = fmax(total, next);
         total = total == next ? total + log(2.0) : most + log1p(exp(-fabs(total - next)));
         if (isnan(next)) total = next;
     }
-    for (int i = threadIdx.x; i < WORLD * TOP_K; i += THREADS) {
-        const int rank = i / TOP_K, own = i % TOP_K;
-        const float logit = parts[rank * PART + own];
-        const int id = ((const int*)parts)[rank * PART + TOP_K + own];
-        int at = own;
-        for (int r = 0; r < WORLD; r++)
-            if (r != rank) at += place(parts + r * PART, logit, id);
-        if (at >= TOP_K) continue;
-        options.weight[depth][at] = at < width ? fmin((double)logit - total + factor, 0.0) : nan("");
-        if (isnan((double)logit - total + factor)) options.weight[depth][at] = nan("");
-        options.token[depth][at] = id;
-    }
+    return total;
+}
+
+// Candidate i of a depth to its place among those of all ranks.
+__device__ __forceinline__ void merge(const float* parts, int depth, int i, double total, double factor, int width,
+                                      Options& options) {
+    const int rank = i / TOP_K, own = i % TOP_K;
+    const float logit = parts[rank * PART + own];
+    const int id = ((const int*)parts)[rank * PART + TOP_K + own];
+    int at = own;
+    for (int r = 0; r < WORLD; r++)
+        if (r != rank) at += place(parts + r * PART, logit, id);
+    if (at >= TOP_K) return;
+    const double weight = (double)logit - total + factor;
+    options.weight[depth][at] = at < width && !isnan(weight) ? fmin(weight, 0.0) : nan("");
+    options.token[depth][at] = id;
 }
 
 struct Frontier {
@@ -77,7 +82,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void tree(
     __shared__ Options options;
     __shared__ Frontier frontier;
     __shared__ int block, depth_of[NODES];
-    __shared__ double weight_of[NODES];
+    __shared__ double weight_of[NODES], totals[DEPTH], factors[DEPTH];
     const int request = blockIdx.x;
     Plan& plan = plans[request];
     wait_for_previous_kernel();
@@ -102,22 +107,30 @@ extern "C" __global__ __launch_bounds__(THREADS) void tree(
     float* parts = (float*)memory;  // [DEPTH][WORLD][PART]
     for (int i = threadIdx.x; i < DEPTH * WORLD * PART; i += THREADS)
         parts[i] = candidates[(i64)block * DEPTH * WORLD * PART + i];
-    __syncthreads();
-    for (int d = 0; d < DEPTH; d++) {
-        const double factor = log((double)calibration[request * DEPTH + d]);
-        merge(parts + d * WORLD * PART, d, factor, width, options);
-    }
     for (int i = threadIdx.x; i < FRONTIER; i += THREADS) frontier.key[i] = 0;
     __syncthreads();
-    if (threadIdx.x < DEPTH) {
-        int count = 0;
-        while (count < TOP_K && finite(options.weight[threadIdx.x][count])) count++;
-        options.count[threadIdx.x] = count;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp < DEPTH && lane == 0) {
+        totals[warp] = total_of(parts + warp * WORLD * PART);
+        factors[warp] = log((double)calibration[request * DEPTH + warp]);
     }
     __syncthreads();
-    if (threadIdx.x >= 32) return;
+    for (int i = threadIdx.x; i < DEPTH * WORLD * TOP_K; i += THREADS) {
+        const int d = i / (WORLD * TOP_K);
+        merge(parts + d * WORLD * PART, d, i % (WORLD * TOP_K), totals[d], factors[d], width, options);
+    }
+    __syncthreads();
+    if (warp < DEPTH) {
+        int count = TOP_K;
+        for (int c = 0; c < TOP_K && count == TOP_K; c += 32) {
+            const u32 ends = __ballot_sync(~0u, c + lane < TOP_K && !finite(options.weight[warp][c + lane]));
+            if (ends) count = c + __ffs(ends) - 1;
+        }
+        if (lane == 0) options.count[warp] = count;
+    }
+    __syncthreads();
+    if (warp != 0) return;
 
-    const int lane = threadIdx.x;
     const int budget = min(min(tree_budget[request], NODES - 1), PAGES * PAGE_SIZE - context_len[request] - 1);
     int size = 0, count = 0, spine_end = 0, spine = 0, depth = 0;  // of the last node
     u64 high = 0, low = 0;
@@ -191,20 +204,32 @@ extern "C" __global__ __launch_bounds__(THREADS) void tree(
         spine_end = on_spine ? count : spine_end;
         __syncwarp();
     }
-    if (lane != 0) return;
-    // the cost rule: the n that maximises (1 + sum of the first n probabilities) / cost[n]
+    // the cost rule: the first n that maximises (1 + sum of the first n probabilities) / cost[n]
     const float* cost = tree_cost + (i64)request * COSTS;
     bool any = false;
-    for (int n = 0; n < COSTS; n++) any |= cost[n] != 0.f;
-    if (any) {
-        double sum = 0.0, best = 0.0;
-        int chosen = -1;
-        for (int n = 0; n <= min(count, COSTS - 1); n++) {
-            if (n) sum += exp(weight_of[n]);
-            const double price = cost[n], value = price > 0.0 ? (1.0 + sum) / price : -1.0;
-            if (chosen < 0 || value > best) best = value, chosen = n;
+    for (int n = lane; n < COSTS; n += 32) any |= cost[n] != 0.f;
+    if (__any_sync(~0u, any)) {
+        const int last = min(count, COSTS - 1);
+        for (int n = lane + 1; n <= last; n += 32) weight_of[n] = exp(weight_of[n]);
+        __syncwarp();
+        if (lane == 0) {
+            double sum = 0.0;
+            for (int n = 1; n <= last; n++) weight_of[n] = sum += weight_of[n];
+        }
+        __syncwarp();
+        double best = -2.0;
+        int chosen = NODES;
+        for (int n = lane; n <= last; n += 32) {
+            const double price = cost[n], value = price > 0.0 ? (1.0 + weight_of[n]) / price : -1.0;  // the root's: 0
+            if (value > best) best = value, chosen = n;
+        }
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            const double other = __shfl_xor_sync(~0u, best, d);
+            const int its = __shfl_xor_sync(~0u, chosen, d);
+            if (other > best || (other == best && its < chosen)) best = other, chosen = its;
         }
         count = chosen;
     }
-    plan.count = count;
+    if (lane == 0) plan.count = count;
 }

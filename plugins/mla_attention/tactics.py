@@ -12,7 +12,7 @@ from plugins.core.plugin import Attrs, Launch, Tactic
 from plugins.core.spec import TensorSpec
 
 LOG2_E = 1.4426950408889634
-TILE = 32  # positions
+TILE = 16  # positions
 _CLUSTER = 8
 _WARPS = 8
 _SEGMENT_HEADS = 262_144  # positions of a segment x heads: 176 MB of keys and values
@@ -97,16 +97,17 @@ def _launches(attrs: Attrs, inputs: Inputs, arch: str) -> tuple[Launch, ...]:
     )
     layer = (attrs["layer"],)
     work = 20 * requests + 4
-    parts = 2 if tiles == 4 else 4
-    rings = 2 * TILE * (2 * (latent + found["P"]) + 16)
-    scores = parts * queries * (TILE + 4) * 4
-    smem = rings + scores + queries * (2 * (TILE + 8) + 4) + work + 32
+    stages = 5 if tiles == 1 else 4
+    ring = stages * TILE * (2 * (latent + found["P"]) + 16)
+    scores = 4 * queries * (TILE + 2) * 4
+    smem = ring + scores + 2 * queries * (2 * TILE + 4) + 8 * (stages + 2) + work + 16
     verify = Launch(
         "mla_attention/verify.cu",
         "verify",
         (
             *constants,
             ("MT", tiles),
+            ("STAGES", stages),
             ("SCALE", float_bits(attrs["softmax_scale"] * LOG2_E)),
             ("MASKED", int(mask is not None)),
             ("WORDS", 1 if mask is None else mask.shape[1]),

@@ -11,7 +11,7 @@
 
 #include "operands.cuh"
 
-constexpr int TILE = 32;  // positions
+constexpr int TILE = 16;  // positions
 
 struct Request {
     int first, rows, context;
