@@ -113,7 +113,7 @@ def build(
     _check_accounting(source, plans)
     images = compile_images(plans, options.splat, progress)
     if options.tensorrt:
-        images |= _tensorrt_images(plans, progress)
+        images |= _tensorrt_images(plans, options, progress)
     with Staging(output) as staging:
         if not options.splat:
             packed = staging.add_weights(
@@ -130,11 +130,11 @@ def build(
         return staging.publish(_manifest(source, options, plans, output.name))
 
 
-def _tensorrt_images(plans: list[Plan], progress: Progress) -> dict[str, bytes]:
+def _tensorrt_images(plans: list[Plan], options: BuildOptions, progress: Progress) -> dict[str, bytes]:
     """TensorRT plans by name in the engine file; TensorRT's version goes into the native plans."""
     from builder.tensorrt.compile import compile_plans
 
-    found, built = compile_plans(plans, progress)
+    found, built = compile_plans(plans, progress, options.tactics)
     for plan in plans:
         plan.settings["tensorrt"] = found
     return {TENSORRT + key: data for key, data in built.items()}
@@ -169,7 +169,7 @@ def _manifest(source: Source, options: BuildOptions, plans: list[Plan], name: st
         weights=SPLAT if options.splat else "packed",
         layout_versions=layout_versions(plans),
         limits=settings["limits"],
-        settings={"options": asdict(options), "draft": settings["draft"]},
+        settings={"options": {**asdict(options), "tactics": None}, "draft": settings["draft"]},
         toolchain=_toolchain(),
     )
 

@@ -58,6 +58,7 @@ def _build(arguments: list[str]) -> int:
         draft_rope_amplitude=args.draft_rope_amplitude,
         splat=args.splat,
         tensorrt=args.tensorrt,
+        tactics=args.tactics,
     )
     if args.output is None and not args.describe:
         raise _parser().error("-o/--output is required (or --describe)")
@@ -192,5 +193,8 @@ def _parser() -> argparse.ArgumentParser:
         help="YaRN factor on the drafter's cos and sin (default: its attention_factor, else 0.1 ln(factor) + 1)",
     )
     parser.add_argument("--tensorrt", action="store_true", help="also build TensorRT plans (docs/tensorrt.md)")
+    parser.add_argument(
+        "--tactics", type=Path, metavar="FILE", help="with --tensorrt: times by `python -m engine_runtime tactics`"
+    )
     parser.add_argument("--splat", action="store_true", help="synthetic weights: needs config.json alone")
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from builder.config import DraftConfig, ModelConfig
 from builder.errors import BuildError
@@ -23,7 +24,8 @@ class BuildOptions:
     kv_tokens: tokens in the KV pool over all requests; None takes max_requests x max_context, at most 262,144.
     mla_norm_eps: eps of q_a_layernorm and kv_a_layernorm. The Kimi reference code and transformers leave it at 1e-6
     whatever rms_norm_eps says; vLLM and SGLang use rms_norm_eps (1e-5). Default: the reference's 1e-6.
-    tensorrt: also build TensorRT plans of every phase, beside the native ones.
+    tensorrt: also build TensorRT plans of every phase, beside the native ones. tactics: times of their segments, which
+    decide what our kernels compute in them.
     draft_rope_amplitude: factor on the drafter's cos and sin. None takes the drafter's own `attention_factor`, else
     0.1 ln(factor) + 1, the value with which the public Kimi drafters were found to be accepted most.
     """
@@ -42,12 +44,15 @@ class BuildOptions:
     draft_rope_amplitude: float | None = None
     splat: bool = False
     tensorrt: bool = False
+    tactics: Path | None = None
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:
             raise BuildError(f"--arch {self.arch}: expected one of {', '.join(ARCHS)}")
         if self.tp < 1:
             raise BuildError(f"--tp {self.tp}: expected a number of ranks, 1 or more")
+        if self.tactics is not None and not self.tensorrt:
+            raise BuildError("--tactics: it says what TensorRT computes: expected --tensorrt with it")
         rows = max(self.verify_buckets)
         if not 1 <= self.max_requests <= rows:
             raise BuildError(f"--max-requests {self.max_requests}: expected 1 to {rows}, the largest verify bucket")

@@ -79,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--passes", type=int, default=2, metavar="N", help="of each phase, default %(default)s")
     compare.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts")
 
+    tactics = commands.add_parser("tactics", help="time TensorRT's kernels against ours, for build.py --tactics")
+    tactics.add_argument("artifact", metavar="ARTIFACT", help="engine directory, built with --tensorrt")
+    tactics.add_argument("-o", "--output", metavar="FILE", required=True, help="JSON file to write")
+
     serve = commands.add_parser("serve", help="serve the OpenAI and Anthropic APIs over HTTP")
     serve.add_argument("artifact", metavar="ARTIFACT", help="engine directory")
     add_serve_arguments(serve)
@@ -122,6 +126,10 @@ def _run(args: argparse.Namespace) -> int:
         from engine_runtime import compare
 
         return compare.run(args)
+    if args.command == "tactics":
+        from engine_runtime import tactics
+
+        return tactics.run(args)
     if args.command == "serve":
         from engine_runtime.server import serve
 

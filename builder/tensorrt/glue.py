@@ -19,14 +19,6 @@ from plugins.dense_gemm.pack import INTERLEAVE
 Lowered = tuple[list[onnx.NodeProto], list[onnx.TensorProto]]
 
 
-def is_glue(step: Step) -> bool:
-    """Whether `step` computes on weights and values alone, in a way that ONNX operators express."""
-    if any(arg.kind == "buffer" for arg in (*step.inputs, *step.outputs)):
-        return False
-    # logits keep the float32 sums of bfloat16 products: no ONNX operator does
-    return step.plugin == "rms_norm" or (step.plugin == "dense_gemm" and step.attrs["out_dtype"] == "activation")
-
-
 def lower(step: Step, inputs: Sequence[str], output: str) -> Lowered:
     """ONNX nodes and constants that compute `output` from `inputs`; names begin with the node's."""
     return _LOWERINGS[step.plugin](step, inputs, output)

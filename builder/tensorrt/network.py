@@ -11,15 +11,26 @@ from onnx import helper
 
 from builder.errors import BuildError
 from builder.graph import ONNX_DTYPES, OPSET
-from builder.tensorrt.glue import is_glue, lower
+from builder.tensorrt.glue import lower
 from plugins.core.plan import Arg, Phase
 from plugins.core.plugin import PLUGIN_NAMES
 from plugins.core.spec import TensorSpec
-from plugins.core.tensorrt import DONE, NAMESPACE, done_name, input_name, output_name, shown, step_calls
+from plugins.core.tensorrt import (
+    DONE,
+    NAMESPACE,
+    done_name,
+    glue_kind,
+    input_name,
+    is_glue,
+    output_name,
+    segment_key,
+    shown,
+    step_calls,
+)
 
 
-def to_network(phase: Phase) -> onnx.ModelProto:
-    """The model of `phase`, and in its metadata which network tensor is bound to what.
+def to_network(phase: Phase, native: frozenset[str] = frozenset()) -> onnx.ModelProto:
+    """The model of `phase`. native: kinds of glue (`glue_kind`) that stay plugins.
 
     Raises `BuildError` for an operator that is no plugin.
     """
@@ -62,7 +73,7 @@ def to_network(phase: Phase) -> onnx.ModelProto:
                 written[arg.name] = (name, arg.spec)
                 outputs[name] = arg.spec
             results.append(name)
-        if is_glue(step):
+        if is_glue(step) and glue_kind(step) not in native:
             made, values = lower(step, present, results[0])
             nodes += made
             constants += values
@@ -74,13 +85,36 @@ def to_network(phase: Phase) -> onnx.ModelProto:
         fields = {"phase": phase.key, "node": step.node}
         nodes.append(helper.make_node(step.plugin, present, results, name=step.node, domain=NAMESPACE, **fields))
 
+    return _model(phase.key, nodes, inputs, outputs, constants)
+
+
+def segments(phase: Phase) -> dict[str, onnx.ModelProto]:
+    """A model for each kind of glue in `phase`: x, weight -> y."""
+    found: dict[str, onnx.ModelProto] = {}
+    for step in phase.steps:
+        if not is_glue(step) or glue_kind(step) in found:
+            continue
+        nodes, constants = lower(step, ("x", "weight"), "y")
+        (x, weight), (y,) = ([arg.spec for arg in args if arg.spec is not None] for args in (step.inputs, step.outputs))
+        kind = glue_kind(step)
+        found[kind] = _model(segment_key(phase.key, kind), nodes, {"x": x, "weight": weight}, {"y": y}, constants)
+    return found
+
+
+def _model(
+    name: str,
+    nodes: list[onnx.NodeProto],
+    inputs: dict[str, TensorSpec],
+    outputs: dict[str, TensorSpec],
+    constants: list[onnx.TensorProto],
+) -> onnx.ModelProto:
     def info(name: str, spec: TensorSpec) -> onnx.ValueInfoProto:
         told = shown(spec)
         return helper.make_tensor_value_info(name, ONNX_DTYPES[told.dtype], told.shape)
 
     graph = helper.make_graph(
         nodes,
-        phase.key,
+        name,
         [info(*item) for item in inputs.items()],
         [info(*item) for item in outputs.items()],
         initializer=constants,

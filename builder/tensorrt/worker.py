@@ -1,17 +1,21 @@
-"""Builds one TensorRT plan: `python -m builder.tensorrt.worker`, run by `compile.py`, one process a plan.
+"""Builds the TensorRT plans of one phase: `python -m builder.tensorrt.worker`, run by `compile.py`.
 
-TensorRT orders some things by address, so that only the first build of a process gives the same bytes every time; and
-what it meets in a plugin's place may end the process.
+TensorRT orders some things by address, so that only the first build of a process gives the same bytes every time: each
+plan is built in a child of its own, forked from a process that has TensorRT loaded and nothing else. And what TensorRT
+meets in a plugin's place may end the process.
 
-stdin: length of the native plan's JSON (8 bytes, little endian), that JSON with one phase, then the ONNX network.
-stdout: the serialised plan, or nothing: then stderr has one sentence, and the exit code is REFUSED.
+stdin: the native plan's JSON with that one phase, then ONNX networks; each after its length (8 bytes, little endian).
+stdout: the serialised plans in the same form. Where one is refused, stderr has one sentence, and the exit code is
+REFUSED.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from builder.errors import BuildError
@@ -66,15 +70,55 @@ def _never(step: Any, addresses: Sequence[int], stream: int) -> None:
     raise TensorRtError(f"node {step.node}: TensorRT ran a plugin while it built")
 
 
+def pack(parts: Iterable[bytes]) -> bytes:
+    """Parts one after the other, each after its length."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def unpack(data: bytes) -> list[bytes]:
+    """Inverse of `pack`; raises ValueError for data that end too early."""
+    parts, at = [], 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        parts.append(data[at + 8 : at + 8 + size])
+        at += 8 + size
+    if at != len(data):
+        raise ValueError("the data end too early")
+    return parts
+
+
+def _in_child(plan: Plan, network: bytes) -> bytes | int:
+    """`compile_network` in a child process: the plan, or how the child ended. Sentences go to stderr."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            with os.fdopen(write, "wb") as pipe:
+                pipe.write(compile_network(plan, network))
+        except (BuildError, TensorRtError) as error:
+            print(" ".join(str(error).split()), file=sys.stderr, flush=True)
+            os._exit(REFUSED)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        data = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return data if code == 0 else code
+
+
 def main() -> int:
-    size = int.from_bytes(sys.stdin.buffer.read(8), "little")
-    plan = Plan.from_json(json.loads(sys.stdin.buffer.read(size)))
-    try:
-        built = compile_network(plan, sys.stdin.buffer.read())
-    except (BuildError, TensorRtError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return REFUSED
-    sys.stdout.buffer.write(built)
+    text, *networks = unpack(sys.stdin.buffer.read())
+    plan = Plan.from_json(json.loads(text))
+    load_tensorrt()
+    for network in networks:
+        result = _in_child(plan, network)
+        if isinstance(result, int):
+            return result if result > 0 else 128 - result
+        sys.stdout.buffer.write(pack([result]))
     return 0
 
 

@@ -58,7 +58,7 @@ class StandIn:
     The results are not those of the model; times leave out what the links between GPUs would take.
     """
 
-    in_place = ("all_reduce",)
+    in_place: tuple[str, ...] = ("all_reduce",)
 
     def __init__(self, world: int) -> None:
         self.world = world

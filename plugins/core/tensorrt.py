@@ -114,6 +114,27 @@ def _buffers(step: Step) -> dict[str, bool]:
     return uses
 
 
+def is_glue(step: Step) -> bool:
+    """Whether TensorRT may compute `step` itself: on weights and values alone, in a way that ONNX operators express."""
+    if any(arg.kind == "buffer" for arg in (*step.inputs, *step.outputs)):
+        return False
+    # logits keep the float32 sums of bfloat16 products: no ONNX operator does
+    return step.plugin == "rms_norm" or (step.plugin == "dense_gemm" and step.attrs["out_dtype"] == "activation")
+
+
+def glue_kind(step: Step) -> str:
+    """What glue steps of equal work share, e.g. "dense_gemm silu_mul 512x7168"."""
+    weight, activation = step.inputs[1].spec, step.attrs.get("activation", "none")
+    assert weight is not None
+    shape = "x".join(map(str, weight.shape))
+    return f"{step.plugin} {shape}" if activation == "none" else f"{step.plugin} {activation} {shape}"
+
+
+def segment_key(phase: str, kind: str) -> str:
+    """Name of the TensorRT plan of one glue step (inputs x and weight, output y), which exists to be timed."""
+    return f"{phase}/{kind}"
+
+
 def shown(spec: TensorSpec) -> TensorSpec:
     """How TensorRT is told of a tensor: the dtypes that it lacks as int32 words of the same bytes."""
     if spec.dtype == "uint32":

@@ -26,7 +26,7 @@ from builder.options import BuildOptions
 from builder.pipeline import build_plans
 from builder.tensorrt import glue
 from builder.tensorrt.compile import compile_plans
-from builder.tensorrt.glue import is_glue, lower
+from builder.tensorrt.glue import lower
 from builder.tensorrt.network import to_network
 from builder.tensorrt.program import read_program
 from builder.tensorrt.report import side_by_side
@@ -35,7 +35,17 @@ from engine_runtime.executor.cpu import SingleRank
 from plugins.core.plan import Arg, Phase, Plan, Step
 from plugins.core.plugin import get_plugin
 from plugins.core.spec import TensorSpec
-from plugins.core.tensorrt import TensorRtError, fields, load_tensorrt, plugins_of, shown, step_calls, version_of
+from plugins.core.tensorrt import (
+    TensorRtError,
+    fields,
+    glue_kind,
+    is_glue,
+    load_tensorrt,
+    plugins_of,
+    shown,
+    step_calls,
+    version_of,
+)
 from tests.fake_tensorrt import Desc, FakeTensorRt
 from tests.full_size import k26_config, k26_draft_config
 
@@ -81,7 +91,7 @@ def test_a_whole_rank_builds_in_seconds_and_twice_the_same(trt: Any, k26_plan: P
     again = replace(k26_plan, phases={key: k26_plan.phases[key] for key in ("prefill[4096]", "verify[8]")})
     for key, data in compile_plans([again], lambda message: None)[1].items():
         assert data == built[key], key
-    assert seconds < 120 and len(peaks) == len(built) and max(peaks.values()) < 2e9
+    assert seconds < 120 and len(peaks) > len(k26_plan.phases) and max(peaks.values()) < 2e9
     assert sum(map(len, built.values())) < 20e6
     for key, phase in k26_plan.phases.items():
         program = read_program(built[key])
@@ -122,7 +132,9 @@ def test_an_engine_holds_the_plans_beside_the_native_ones(trt: Any, tmp_path: Pa
     build(source, options, plans, tmp_path / "engine", lambda message: None, lambda *progress: None)
     engine = load_engine(tmp_path / "engine", 0)
     assert engine.plan.settings["tensorrt"] == version_of(trt)
-    assert list(engine.tensorrt) and set(engine.tensorrt) == set(engine.plan.phases)
+    assert {key for key in engine.tensorrt if "/" not in key} == set(engine.plan.phases)
+    kinds = {glue_kind(step) for step in engine.plan.phases["verify[4]"].steps if is_glue(step)}
+    assert {key.partition("/")[2] for key in engine.tensorrt if key.startswith("verify[4]/")} == kinds
     assert not any(name.startswith("tensorrt:") for name in engine.cubins) and engine.cubins
     assert all(read_program(data) is not None for data in engine.tensorrt.values())
 

@@ -114,6 +114,16 @@ class FakeDevice:
         for work in now:
             work()
 
+    def seconds(self, start: dict[str, int], end: dict[str, int]) -> float:
+        """A microsecond for every piece of work in between."""
+        return 1e-6 * (end["at"] - start["at"])
+
+    def drop(self, graph: list[Work]) -> None:
+        graph.clear()
+
+    def free(self, address: int) -> None:
+        del self._blocks[address]
+
     def close(self) -> None:
         self._blocks.clear()
 
