@@ -30,8 +30,10 @@ from builder.tensorrt.glue import lower
 from builder.tensorrt.network import to_network
 from builder.tensorrt.program import read_program
 from builder.tensorrt.report import side_by_side
-from engine_runtime.engine import load_engine
+from engine_runtime.engine import EngineError, load_engine
 from engine_runtime.executor.cpu import SingleRank
+from engine_runtime.executor.tensorrt import TensorRtExecutor, check_tensorrt
+from engine_runtime.executor.weights import weight_source
 from plugins.core.plan import Arg, Phase, Plan, Step
 from plugins.core.plugin import get_plugin
 from plugins.core.spec import TensorSpec
@@ -48,6 +50,7 @@ from plugins.core.tensorrt import (
 )
 from tests.fake_tensorrt import Desc, FakeTensorRt
 from tests.full_size import k26_config, k26_draft_config
+from tests.runtime.fake_device import FakeDevice
 
 LAYERS = 61
 NANO = Path(__file__).parents[2] / "artifacts" / "k2-nano"
@@ -137,6 +140,10 @@ def test_an_engine_holds_the_plans_beside_the_native_ones(trt: Any, tmp_path: Pa
     assert {key.partition("/")[2] for key in engine.tensorrt if key.startswith("verify[4]/")} == kinds
     assert not any(name.startswith("tensorrt:") for name in engine.cubins) and engine.cubins
     assert all(read_program(data) is not None for data in engine.tensorrt.values())
+    if not torch.cuda.is_available():  # TensorRT itself says why it does not load them here
+        streamed = load_engine(tmp_path / "engine", 0, map_weights=False)
+        with pytest.raises(EngineError, match=r"TensorRT cannot load its plan here: .*CUDA driver.*: rebuild with"):
+            TensorRtExecutor(streamed, check_tensorrt(streamed), weight_source(streamed), FakeDevice())  # type: ignore[arg-type]
 
 
 # ---- errors ----
